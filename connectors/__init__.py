@@ -1,0 +1,1 @@
+"""Connectors: inference engines that load from and store to kvstore."""

@@ -1,0 +1,1 @@
+"""Moving blocks up before they are asked for."""

@@ -1,0 +1,1 @@
+"""Places for blocks: memory pools and the disk store behind one interface."""

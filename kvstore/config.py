@@ -1,0 +1,294 @@
+"""Settings of the daemon: parsed once at the edge, frozen afterwards.
+
+A setting comes from a flag, else from the TOML file, else from its default. Keys of the file are
+the flags without the dashes in front (``host_pool = "8GiB"``; ``host-pool`` is the same key).
+Unknown keys are refused. The environment is read here and in `kvstore.address`, nowhere else.
+
+Every problem is a ``ConfigError`` of one line that starts with the name of the setting.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import tomllib
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import psutil
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from kvstore.errors import ConfigError
+from kvstore.units import GIB, MIB, PAGE_BYTES, format_bytes, parse_bytes, parse_seconds
+
+__all__ = ["ServeConfig", "WritePolicy", "default_state_directory", "load_config"]
+
+# "auto" takes this share of what is available, and never more than this many bytes: the default
+# must be harmless on a workstation, and whoever has a server gives a size.
+_AUTO_SHARE: Final = 0.25
+_AUTO_CAP_BYTES: Final = 4 * GIB
+# One slab of the smallest size with room for a handful of blocks.
+_MIN_HOST_POOL_BYTES: Final = 16 * MIB
+_SHARED_MEMORY: Final = Path("/dev/shm")
+_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_USED: Final = Path("/sys/fs/cgroup/memory.current")
+
+
+class WritePolicy(StrEnum):
+    """When a block is written to disk."""
+
+    THROUGH = "through"  # soon after it was committed
+    EVICT = "evict"  # when it leaves host memory
+
+
+def _default_listen() -> tuple[str, ...]:
+    from kvstore.address import default_address
+
+    return (default_address(),)
+
+
+def default_state_directory() -> Path:
+    """Return ``/var/lib/kvstore`` for root, else the user's state directory (XDG)."""
+    if os.geteuid() == 0:
+        return Path("/var/lib/kvstore")
+    base = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(base) if base.startswith("/") else Path.home() / ".local" / "state") / "kvstore"
+
+
+def _cgroup_available_bytes() -> int | None:
+    """Return what the memory cgroup still allows, None without a limit."""
+    try:
+        limit, used = _CGROUP_LIMIT.read_text().strip(), _CGROUP_USED.read_text().strip()
+    except OSError:
+        return None
+    return None if limit == "max" else max(0, int(limit) - int(used))
+
+
+def _auto_host_pool_bytes() -> int:
+    """Return the host pool's size for ``auto``, a whole number of MiB.
+
+    Raises:
+        ConfigError: there is too little memory for any pool.
+    """
+    available = psutil.virtual_memory().available
+    cgroup = _cgroup_available_bytes()
+    if cgroup is not None:
+        available = min(available, cgroup)
+    shared = os.statvfs(_SHARED_MEMORY)
+    free_shared = shared.f_bavail * shared.f_frsize
+    size = min(int(available * _AUTO_SHARE), _AUTO_CAP_BYTES, int(free_shared * 0.8))
+    size -= size % MIB
+    if size < _MIN_HOST_POOL_BYTES:
+        raise ConfigError(
+            f"host_pool: auto finds too little memory ({format_bytes(available)} available, "
+            f"{format_bytes(free_shared)} free in {_SHARED_MEMORY}); give a size"
+        )
+    return size
+
+
+def _size(value: object) -> object:
+    try:
+        return parse_bytes(value) if isinstance(value, str) else value
+    except ConfigError as e:
+        raise ValueError(str(e)) from e
+
+
+def _duration(value: object) -> object:
+    try:
+        return parse_seconds(value) if isinstance(value, str) else value
+    except ConfigError as e:
+        raise ValueError(str(e)) from e
+
+
+def _directory(value: object) -> object:
+    """Make a path absolute, so that a later ``chdir`` cannot move it."""
+    if isinstance(value, str | Path):
+        if not str(value):
+            raise ValueError("must not be empty")
+        return Path(value).expanduser().absolute()
+    return value
+
+
+def _host_port(value: str) -> tuple[str, int]:
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{value!r} is not HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _listen_address(value: object) -> object:
+    """Accept ``unix:///path`` and loopback ``host:port``."""
+    if not isinstance(value, str):
+        return value
+    if value.startswith("unix:"):
+        path = value.removeprefix("unix:").removeprefix("//")
+        if not path.startswith("/"):
+            raise ValueError(f"{value!r} needs an absolute path, as in unix:///run/kvstore.sock")
+        return value
+    host, _ = _host_port(value)
+    if host == "localhost":
+        return value
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        raise ValueError(f"{value!r}: give an IP address or localhost") from None
+    if not loopback:
+        raise ValueError(f"{value!r} is not a loopback address, and TLS is not configured")
+    return value
+
+
+def _metrics_address(value: object) -> object:
+    if isinstance(value, str):
+        _host_port(value)
+    return value
+
+
+def _gpu_pool(value: object) -> object:
+    if str(value).strip() not in ("0", "0%"):
+        raise ValueError(f"{str(value)!r}: this release has no GPU tier; leave it at 0")
+    return "0"
+
+
+def _write_policy(value: object) -> object:
+    if value == "reused":
+        raise ValueError("'reused' is not there yet; use through or evict")
+    return value
+
+
+# Strict: TOML's `true` is no size.
+Size = Annotated[int, BeforeValidator(_size), Field(strict=True)]
+Duration = Annotated[float, BeforeValidator(_duration), Field(strict=True, allow_inf_nan=False)]
+Directory = Annotated[Path, BeforeValidator(_directory)]
+
+
+class ServeConfig(BaseModel):
+    """What ``kvstore serve`` runs with. Sizes are in bytes, durations in seconds.
+
+    Attributes:
+        listen: addresses to serve on, ``unix:///path`` or loopback ``host:port``.
+        state: state directory; always there: lock, sockets, LMDB, epochs, pins.
+        host_pool: bytes of the host tier; ``auto`` is a quarter of the available memory, within
+            what ``/dev/shm`` and the cgroup allow, at most 4 GiB.
+        disk: directory of the disk tier; None: there is no disk tier.
+        disk_capacity: bytes of the disk tier; None: 80 % of the file system's free space.
+        gpu_pool: always ``"0"`` in this release.
+        write_policy: when blocks are written to disk.
+        metrics: ``host:port`` of the Prometheus endpoint; None: none.
+        stop_timeout_s: how long a stop may flush.
+        discard_host: ignore saved host contents at start.
+        lease_ttl_s: leases of an attachment silent for that long expire.
+        heartbeat_s: interval at which attachments report.
+        lease_cap: most bytes that one client may hold leases on.
+        grant_cap: most bytes that one client may hold grants on.
+        io_threads: threads of the disk tier.
+        log_level: lowest level that is logged.
+        log_format: ``text`` or ``json``, one object a line.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    listen: tuple[Annotated[str, BeforeValidator(_listen_address)], ...] = Field(
+        default_factory=_default_listen, min_length=1
+    )
+    state: Directory = Field(default_factory=default_state_directory)
+    host_pool: Annotated[Size, Field(ge=_MIN_HOST_POOL_BYTES)] = Field(
+        default_factory=_auto_host_pool_bytes
+    )
+    disk: Directory | None = None
+    disk_capacity: Annotated[Size, Field(ge=_MIN_HOST_POOL_BYTES)] | None = None
+    gpu_pool: Annotated[str, BeforeValidator(_gpu_pool)] = "0"
+    write_policy: Annotated[WritePolicy, BeforeValidator(_write_policy)] = WritePolicy.THROUGH
+    metrics: Annotated[str, BeforeValidator(_metrics_address)] | None = None
+    stop_timeout_s: Annotated[Duration, Field(ge=0)] = Field(20.0, alias="stop_timeout")
+    discard_host: bool = False
+    lease_ttl_s: Annotated[Duration, Field(gt=0)] = Field(10.0, alias="lease_ttl")
+    heartbeat_s: Annotated[Duration, Field(gt=0)] = Field(1.0, alias="heartbeat")
+    lease_cap: Annotated[Size, Field(ge=PAGE_BYTES)] = 0
+    grant_cap: Annotated[Size, Field(ge=PAGE_BYTES)] = 0
+    io_threads: Annotated[int, Field(ge=1, le=128)] = 4
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Replace ``auto`` and derive the caps, so that the finished model has plain numbers."""
+        values = dict(values)
+        if values.get("host_pool") == "auto":
+            del values["host_pool"]
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> ServeConfig:
+        """Check what settings must hold together."""
+        for name in ("lease_cap", "grant_cap"):
+            if getattr(self, name) == 0:
+                object.__setattr__(self, name, self.host_pool // 2)
+        if len(set(self.listen)) < len(self.listen):
+            raise ValueError("listen: names an address twice")
+        if self.heartbeat_s * 2 > self.lease_ttl_s:
+            raise ValueError("heartbeat: must be at most half of lease_ttl")
+        if self.disk is None and self.disk_capacity is not None:
+            raise ValueError("disk_capacity: needs disk")
+        if self.disk is not None and self.disk == self.state:
+            raise ValueError("disk: must not be the state directory itself")
+        return self
+
+
+_KEYS: Final = tuple(field.alias or name for name, field in ServeConfig.model_fields.items())
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """Read settings from a TOML file, its keys with underscores.
+
+    Raises:
+        ConfigError: the file cannot be read or parsed, or names a key twice.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = tomllib.load(file)
+    except OSError as e:
+        raise ConfigError(f"config: {path}: {e.strerror}") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ConfigError(f"config: {path}: not TOML: {e}") from e
+    values: dict[str, Any] = {}
+    for key, value in raw.items():
+        name = key.replace("-", "_")
+        if name in values:
+            raise ConfigError(f"{name}: given twice in {path}")
+        values[name] = [value] if name == "listen" and isinstance(value, str) else value
+    return values
+
+
+def _one_line(error: ValidationError) -> str:
+    """Say the first problem as ``setting: what is wrong with it``."""
+    first = error.errors(include_url=False)[0]
+    name = str(first["loc"][0]) if first["loc"] else ""
+    if first["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(name, _KEYS, n=1)
+        return f"{name}: unknown setting" + (f" (did you mean {close[0]}?)" if close else "")
+    text = first["msg"].removeprefix("Value error, ")
+    if first["type"] not in ("value_error", "missing"):
+        text = f"{first['input']!r}: {text.removeprefix('Input ')}"
+    return (f"{name}: {text}" if name else text).replace("\n", " ")
+
+
+def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServeConfig:
+    """Combine flags, file and defaults.
+
+    Args:
+        flags: settings given on the command line, by key; None means not given.
+        file: TOML file.
+
+    Raises:
+        ConfigError: one line that names the setting.
+    """
+    values = _read_file(file) if file is not None else {}
+    values |= {key: value for key, value in flags.items() if value is not None}
+    try:
+        return ServeConfig.model_validate(values)
+    except ValidationError as e:
+        raise ConfigError(_one_line(e)) from e

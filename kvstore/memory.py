@@ -1,0 +1,297 @@
+"""Shared mappings, and copies between them, that do not hold the GIL.
+
+Everything goes through ctypes: `mmap.madvise` holds the GIL for 370 ms per GiB, and Python 3.11
+does not know MADV_POPULATE_WRITE.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+import weakref
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.units import MIB, PAGE_BYTES
+
+__all__ = ["Mapping", "copy_batch", "copy_block"]
+
+U8Array = NDArray[np.uint8]
+U64Array = NDArray[np.uint64]
+
+_PROT_READ: Final = 1
+_PROT_WRITE: Final = 2
+_MAP_SHARED: Final = 1
+_MADV_DONTFORK: Final = 10
+_MADV_HUGEPAGE: Final = 14
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+# One call that populates much keeps the mmap lock from other threads' faults.
+_POPULATE_BYTES: Final = 32 * MIB
+# UIO_MAXIOV: more segments in one call are refused with EINVAL.
+_MAX_SEGMENTS: Final = 1024
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.memcpy.restype = ctypes.c_void_p
+_libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
+_libc.process_vm_readv.argtypes = [
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+]
+
+
+def _os_error(what: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _unmap(address: int, length: int) -> None:
+    if _libc.munmap(address, length) != 0:
+        raise _os_error("munmap")
+
+
+class Mapping:
+    """A file mapped MAP_SHARED.
+
+    The memory stays mapped until `close` was called *and* every view of it is gone, so that a
+    forgotten view reads stale bytes instead of crashing the process. Whoever works with bare
+    addresses has no such protection.
+
+    Attributes:
+        address: of the first byte, page aligned.
+        length: bytes.
+        closed: whether `close` was called.
+    """
+
+    def __init__(self, fd: int, length: int, *, writable: bool = True) -> None:
+        """Map the first `length` bytes of `fd`, which may be closed afterwards.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        prot = _PROT_READ | (_PROT_WRITE if writable else 0)
+        address = _libc.mmap(None, length, prot, _MAP_SHARED, fd, 0)
+        if address is None or address == _MAP_FAILED:
+            raise _os_error(f"mmap of {length} bytes")
+        self.address: int = address
+        self.length = length
+        self.closed = False
+        buffer = (ctypes.c_uint8 * length).from_address(address)
+        self._unmap = weakref.finalize(buffer, _unmap, address, length)
+        # At exit the kernel unmaps; other threads may still be copying.
+        self._unmap.atexit = False
+        memory = memoryview(buffer).cast("B")
+        self._memory: memoryview | None = memory if writable else memory.toreadonly()
+
+    @property
+    def array(self) -> U8Array:
+        """The bytes as an array, shape (length,).
+
+        Raises:
+            ValueError: the mapping is closed.
+        """
+        return np.frombuffer(self._open_memory(), np.uint8)
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """Return `length` bytes from `offset`, without copying.
+
+        Raises:
+            ValueError: the range is outside the mapping, or the mapping is closed.
+        """
+        if offset < 0 or length < 0 or offset + length > self.length:
+            raise ValueError(f"{offset}+{length} is outside a mapping of {self.length} bytes")
+        return self._open_memory()[offset : offset + length]
+
+    def _open_memory(self) -> memoryview:
+        if self._memory is None:
+            raise ValueError("the mapping is closed")
+        return self._memory
+
+    def close(self) -> bool:
+        """Unmap. Idempotent.
+
+        Returns:
+            True when the memory is unmapped now, False when views of it are still alive: it goes
+            with the last of them.
+        """
+        self._memory = None
+        self.closed = True
+        return not self._unmap.alive
+
+    def _advise(self, offset: int, length: int, advice: int) -> int:
+        """Return 0 or the error number."""
+        self._open_memory()
+        if _libc.madvise(self.address + offset, length, advice) == 0:
+            return 0
+        return ctypes.get_errno()
+
+    def dontfork(self) -> None:
+        """Leave the mapping out of forked children.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        number = self._advise(0, self.length, _MADV_DONTFORK)
+        if number:
+            raise OSError(number, f"madvise(MADV_DONTFORK): {os.strerror(number)}")
+
+    def advise_huge(self) -> bool:
+        """Ask for huge pages; return whether the kernel took the advice."""
+        return self._advise(0, self.length, _MADV_HUGEPAGE) == 0
+
+    def populate(self, threads: int = 1) -> None:
+        """Fault every page in, so that later copies do not; contents stay as they are.
+
+        Blocks for about 0.3 s per GiB and thread, without the GIL.
+
+        Args:
+            threads: how many work on it, this one included.
+
+        Raises:
+            OSError: no memory, or the file system is full.
+        """
+        starts = iter(range(0, self.length, _POPULATE_BYTES))
+        guard = threading.Lock()
+        errors: list[int] = []
+
+        def work() -> None:
+            while not errors:
+                with guard:
+                    start = next(starts, None)
+                if start is None:
+                    return
+                number = self._populate(start, min(_POPULATE_BYTES, self.length - start))
+                if number:
+                    errors.append(number)
+
+        helpers = [threading.Thread(target=work, name="populate") for _ in range(threads - 1)]
+        for helper in helpers:
+            helper.start()
+        work()
+        for helper in helpers:
+            helper.join()
+        if errors:
+            raise OSError(errors[0], f"populating memory: {os.strerror(errors[0])}")
+
+    def _populate(self, start: int, length: int) -> int:
+        while (number := self._advise(start, length, _MADV_POPULATE_WRITE)) in (
+            errno.EAGAIN,
+            errno.EINTR,
+        ):
+            pass
+        if number != errno.EINVAL:
+            return number
+        # An older kernel. Reading is enough for shared memory, and unlike a write-back of what
+        # was read it cannot undo what somebody else writes meanwhile.
+        self.array[start : start + length : PAGE_BYTES].max()
+        return 0
+
+
+def copy_block(destination: int, source: int, length: int) -> None:
+    """Copy `length` bytes between two addresses that do not overlap, without the GIL."""
+    _libc.memcpy(destination, source, length)
+
+
+def _coalesce(
+    destinations: U64Array, sources: U64Array, lengths: U64Array
+) -> tuple[U64Array, U64Array, U64Array]:
+    """Merge neighbours that are adjacent on both sides."""
+    if len(lengths) < 2:
+        return destinations, sources, lengths
+    breaks = (destinations[:-1] + lengths[:-1] != destinations[1:]) | (
+        sources[:-1] + lengths[:-1] != sources[1:]
+    )
+    if breaks.all():
+        return destinations, sources, lengths
+    first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    return destinations[first], sources[first], np.add.reduceat(lengths, first)
+
+
+def copy_batch(destinations: U64Array, sources: U64Array, lengths: U64Array | int) -> None:
+    """Copy many segments inside this process in one native call per 1,024 of them.
+
+    A Python loop would take the GIL back after every segment, and wait 5 ms for it each time
+    while another thread is busy. `process_vm_readv` on the own pid takes the whole list. Where it
+    is forbidden (seccomp), segments are copied one by one.
+
+    Args:
+        destinations: addresses, shape (n,).
+        sources: addresses, shape (n,); no source overlaps a destination.
+        lengths: bytes of each segment, shape (n,), or of all of them.
+
+    Raises:
+        OSError: an address is not mapped (EFAULT); some segments may have been copied.
+        ValueError: the arrays differ in length.
+    """
+    count = len(destinations)
+    if len(sources) != count or (not isinstance(lengths, int) and len(lengths) != count):
+        raise ValueError("destinations, sources and lengths differ in number")
+    dst = np.ascontiguousarray(destinations, np.uint64)
+    src = np.ascontiguousarray(sources, np.uint64)
+    size = (
+        np.full(count, lengths, np.uint64)
+        if isinstance(lengths, int)
+        else np.ascontiguousarray(lengths, np.uint64)
+    )
+    if not size.all():
+        some = size > 0
+        dst, src, size = dst[some], src[some], size[some]
+    dst, src, size = _coalesce(dst, src, size)
+    if len(size) == 1:
+        copy_block(int(dst[0]), int(src[0]), int(size[0]))
+        return
+    local = np.stack([dst, size], axis=1)
+    remote = np.stack([src, size], axis=1)
+    for at in range(0, len(size), _MAX_SEGMENTS):
+        _copy_segments(local[at : at + _MAX_SEGMENTS], remote[at : at + _MAX_SEGMENTS])
+
+
+def _copy_segments(local: NDArray[Any], remote: NDArray[Any]) -> None:
+    """Copy at most 1,024 segments; rows are struct iovec: address, bytes."""
+    while len(local):
+        copied = _libc.process_vm_readv(
+            os.getpid(), local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0
+        )
+        if copied < 0:
+            number = ctypes.get_errno()
+            if number not in (errno.EPERM, errno.ENOSYS):
+                raise OSError(number, f"copying {len(local)} segments: {os.strerror(number)}")
+            for (destination, length), source in zip(
+                local.tolist(), remote[:, 0].tolist(), strict=True
+            ):
+                copy_block(destination, source, length)
+            return
+        ends = np.cumsum(local[:, 1])
+        if copied == ends[-1]:
+            return
+        # Short: the kernel stops at 2 GiB, or before a page that it cannot reach.
+        if copied == 0:
+            raise OSError(errno.EFAULT, "copying segments: an address is not mapped")
+        done = int(np.searchsorted(ends, np.uint64(copied), side="right"))
+        inside = copied - (int(ends[done - 1]) if done else 0)
+        local, remote = local[done:].copy(), remote[done:].copy()
+        local[0, 0] += np.uint64(inside)
+        remote[0, 0] += np.uint64(inside)
+        local[0, 1] -= np.uint64(inside)
+        remote[0, 1] -= np.uint64(inside)

@@ -19,9 +19,18 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import psutil
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
-from kvstore.errors import ConfigError
+from kvstore.address import Address, default_address, parse_address
+from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.units import GIB, MIB, PAGE_BYTES, format_bytes, parse_bytes, parse_seconds
 
 __all__ = ["ServeConfig", "WritePolicy", "default_state_directory", "load_config"]
@@ -42,12 +51,6 @@ class WritePolicy(StrEnum):
 
     THROUGH = "through"  # soon after it was committed
     EVICT = "evict"  # when it leaves host memory
-
-
-def _default_listen() -> tuple[str, ...]:
-    from kvstore.address import default_address
-
-    return (default_address(),)
 
 
 def default_state_directory() -> Path:
@@ -112,38 +115,37 @@ def _directory(value: object) -> object:
     return value
 
 
-def _host_port(value: str) -> tuple[str, int]:
-    host, colon, port = value.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{value!r} is not HOST:PORT")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _listen_address(value: object) -> object:
-    """Accept ``unix:///path`` and loopback ``host:port``."""
-    if not isinstance(value, str):
-        return value
-    if value.startswith("unix:"):
-        path = value.removeprefix("unix:").removeprefix("//")
-        if not path.startswith("/"):
-            raise ValueError(f"{value!r} needs an absolute path, as in unix:///run/kvstore.sock")
-        return value
-    host, _ = _host_port(value)
-    if host == "localhost":
-        return value
+def _address(value: object) -> object:
     try:
-        loopback = ipaddress.ip_address(host).is_loopback
+        return parse_address(value) if isinstance(value, str) else value
+    except InvalidRequest as e:
+        raise ValueError(str(e).removeprefix("address: ")) from e
+
+
+def _default_listen() -> tuple[Address, ...]:
+    try:
+        return (default_address(),)
+    except InvalidRequest as e:
+        raise ConfigError(f"KVSTORE_ADDRESS: {str(e).removeprefix('address: ')}") from e
+
+
+def _on_this_machine(address: Address) -> Address:
+    """Refuse TCP addresses that other machines could reach: nothing protects them."""
+    if address.local or address.host == "localhost":
+        return address
+    try:
+        loopback = ipaddress.ip_address(address.host).is_loopback
     except ValueError:
-        raise ValueError(f"{value!r}: give an IP address or localhost") from None
+        raise ValueError(f"'{address}': give an IP address or localhost") from None
     if not loopback:
-        raise ValueError(f"{value!r} is not a loopback address, and TLS is not configured")
-    return value
+        raise ValueError(f"'{address}' is not a loopback address, and TLS is not configured")
+    return address
 
 
-def _metrics_address(value: object) -> object:
-    if isinstance(value, str):
-        _host_port(value)
-    return value
+def _tcp(address: Address) -> Address:
+    if address.local:
+        raise ValueError(f"'{address}' is not host:port")
+    return address
 
 
 def _gpu_pool(value: object) -> object:
@@ -162,13 +164,14 @@ def _write_policy(value: object) -> object:
 Size = Annotated[int, BeforeValidator(_size), Field(strict=True)]
 Duration = Annotated[float, BeforeValidator(_duration), Field(strict=True, allow_inf_nan=False)]
 Directory = Annotated[Path, BeforeValidator(_directory)]
+AnyAddress = Annotated[Address, BeforeValidator(_address)]
 
 
 class ServeConfig(BaseModel):
     """What ``kvstore serve`` runs with. Sizes are in bytes, durations in seconds.
 
     Attributes:
-        listen: addresses to serve on, ``unix:///path`` or loopback ``host:port``.
+        listen: addresses to serve on, Unix sockets or loopback TCP.
         state: state directory; always there: lock, sockets, LMDB, epochs, pins.
         host_pool: bytes of the host tier; ``auto`` is a quarter of the available memory, within
             what ``/dev/shm`` and the cgroup allow, at most 4 GiB.
@@ -176,7 +179,7 @@ class ServeConfig(BaseModel):
         disk_capacity: bytes of the disk tier; None: 80 % of the file system's free space.
         gpu_pool: always ``"0"`` in this release.
         write_policy: when blocks are written to disk.
-        metrics: ``host:port`` of the Prometheus endpoint; None: none.
+        metrics: TCP address of the Prometheus endpoint; None: none.
         stop_timeout_s: how long a stop may flush.
         discard_host: ignore saved host contents at start.
         lease_ttl_s: leases of an attachment silent for that long expire.
@@ -190,7 +193,7 @@ class ServeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
-    listen: tuple[Annotated[str, BeforeValidator(_listen_address)], ...] = Field(
+    listen: tuple[Annotated[AnyAddress, AfterValidator(_on_this_machine)], ...] = Field(
         default_factory=_default_listen, min_length=1
     )
     state: Directory = Field(default_factory=default_state_directory)
@@ -201,7 +204,7 @@ class ServeConfig(BaseModel):
     disk_capacity: Annotated[Size, Field(ge=_MIN_HOST_POOL_BYTES)] | None = None
     gpu_pool: Annotated[str, BeforeValidator(_gpu_pool)] = "0"
     write_policy: Annotated[WritePolicy, BeforeValidator(_write_policy)] = WritePolicy.THROUGH
-    metrics: Annotated[str, BeforeValidator(_metrics_address)] | None = None
+    metrics: Annotated[AnyAddress, AfterValidator(_tcp)] | None = None
     stop_timeout_s: Annotated[Duration, Field(ge=0)] = Field(20.0, alias="stop_timeout")
     discard_host: bool = False
     lease_ttl_s: Annotated[Duration, Field(gt=0)] = Field(10.0, alias="lease_ttl")

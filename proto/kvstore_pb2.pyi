@@ -207,7 +207,7 @@ class Detach(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachDown(_message.Message):
-    __slots__ = ("attached", "slab", "retire", "lease_grown", "lease_done", "revoked", "boot_end", "active")
+    __slots__ = ("attached", "slab", "retire", "lease_grown", "lease_done", "revoked", "boot_end", "active", "grant_revoked")
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     SLAB_FIELD_NUMBER: _ClassVar[int]
     RETIRE_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +216,7 @@ class AttachDown(_message.Message):
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     BOOT_END_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    GRANT_REVOKED_FIELD_NUMBER: _ClassVar[int]
     attached: Attached
     slab: Slab
     retire: SlabRetire
@@ -224,7 +225,8 @@ class AttachDown(_message.Message):
     revoked: LeasesRevoked
     boot_end: BootEnd
     active: Active
-    def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., slab: _Optional[_Union[Slab, _Mapping]] = ..., retire: _Optional[_Union[SlabRetire, _Mapping]] = ..., lease_grown: _Optional[_Union[LeaseGrown, _Mapping]] = ..., lease_done: _Optional[_Union[LeaseDone, _Mapping]] = ..., revoked: _Optional[_Union[LeasesRevoked, _Mapping]] = ..., boot_end: _Optional[_Union[BootEnd, _Mapping]] = ..., active: _Optional[_Union[Active, _Mapping]] = ...) -> None: ...
+    grant_revoked: GrantRevoked
+    def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., slab: _Optional[_Union[Slab, _Mapping]] = ..., retire: _Optional[_Union[SlabRetire, _Mapping]] = ..., lease_grown: _Optional[_Union[LeaseGrown, _Mapping]] = ..., lease_done: _Optional[_Union[LeaseDone, _Mapping]] = ..., revoked: _Optional[_Union[LeasesRevoked, _Mapping]] = ..., boot_end: _Optional[_Union[BootEnd, _Mapping]] = ..., active: _Optional[_Union[Active, _Mapping]] = ..., grant_revoked: _Optional[_Union[GrantRevoked, _Mapping]] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("attachment_id", "control_path", "lock_offset", "heartbeat_interval_ms", "lease_ttl_ms", "lease_cap_bytes")
@@ -313,6 +315,14 @@ class LeasesRevoked(_message.Message):
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GrantRevoked(_message.Message):
+    __slots__ = ("owner_id", "grant_id")
+    OWNER_ID_FIELD_NUMBER: _ClassVar[int]
+    GRANT_ID_FIELD_NUMBER: _ClassVar[int]
+    owner_id: int
+    grant_id: int
+    def __init__(self, owner_id: _Optional[int] = ..., grant_id: _Optional[int] = ...) -> None: ...
 
 class BootEnd(_message.Message):
     __slots__ = ("reason",)

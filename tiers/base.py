@@ -42,7 +42,7 @@ class Slot(NamedTuple):
     """
 
     group: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
 
 
 class Outcome(Enum):

@@ -1,0 +1,99 @@
+"""A block as the index knows it: where its copies are and what holds them there."""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvstore.index.index import SpaceIndex
+    from kvstore.tiers.base import Slot
+
+__all__ = ["NEVER", "Block", "Flush"]
+
+# Expiry of a pin without one.
+NEVER = math.inf
+
+
+class Flush(IntEnum):
+    """A block's way to the disk tier."""
+
+    NONE = 0  # on disk, or nobody has asked for it to be written
+    QUEUED = 1  # waiting; the host copy must stay
+    WRITING = 2  # in a group on its way; the host copy must stay
+    REFUSED = 3  # no room that is not its own ancestors' (or the disk fails): host only
+
+
+class Block:
+    """One committed block. Mutable, touched by the event loop only.
+
+    Attributes:
+        key: its key.
+        space: the space it belongs to.
+        parent: the block before it; None at the start of a chain. Always in the index.
+        sequence: position in the LRU order, shared by all tiers; higher is more recent.
+        host: slot in the host tier, or None.
+        disk: slot in the disk tier, or None.
+        digests: XXH3-64 per shard, None until computed.
+        host_children: children that have a host copy.
+        disk_children: children that have a disk copy.
+        queued_children: children on their way to disk, which need this block to stay there.
+        host_refs: leases and movers that use the host copy.
+        disk_refs: movers that read the disk copy.
+        pinned_until: unix time until which the last copy must stay; 0 when not pinned.
+        flush: its way to disk.
+        recorded: sequence number in the block's record on disk.
+        uses: how often it was leased or streamed.
+        in_host_queue: it has an entry in the host tier's eviction queue; likewise for disk.
+        dead: it left the index while something still held a copy; slots are freed at the last
+            release.
+    """
+
+    __slots__ = (
+        "dead",
+        "digests",
+        "disk",
+        "disk_children",
+        "disk_refs",
+        "flush",
+        "host",
+        "host_children",
+        "host_refs",
+        "in_disk_queue",
+        "in_host_queue",
+        "key",
+        "parent",
+        "pinned_until",
+        "queued_children",
+        "recorded",
+        "sequence",
+        "space",
+        "uses",
+    )
+
+    def __init__(self, space: SpaceIndex, key: bytes, parent: Block | None, sequence: int) -> None:
+        """Create a block without copies."""
+        self.space = space
+        self.key = key
+        self.parent = parent
+        self.sequence = sequence
+        self.host: Slot | None = None
+        self.disk: Slot | None = None
+        self.digests: tuple[int, ...] | None = None
+        self.host_children = 0
+        self.disk_children = 0
+        self.queued_children = 0
+        self.host_refs = 0
+        self.disk_refs = 0
+        self.pinned_until = 0.0
+        self.flush = Flush.NONE
+        self.recorded = 0
+        self.uses = 0
+        self.in_host_queue = False
+        self.in_disk_queue = False
+        self.dead = False
+
+    def __repr__(self) -> str:
+        """Show the key and the copies."""
+        return f"<Block {self.key.hex()[:8]} host={self.host} disk={self.disk} {self.flush.name}>"

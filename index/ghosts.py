@@ -1,0 +1,62 @@
+"""A finite memory of keys that were evicted or dropped, to say why a run ended."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from kvstore.tiers.base import TierName
+
+__all__ = ["Ghost", "GhostList"]
+
+Cause = Literal["evicted", "corrupt", "io_error", "epoch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ghost:
+    """How a block went.
+
+    Attributes:
+        cause: evicted, corrupt, io_error or epoch (the space's epoch was bumped).
+        tier: where its last copy was.
+        unix_seconds: when.
+    """
+
+    cause: Cause
+    tier: TierName
+    unix_seconds: float
+
+
+class GhostList:
+    """The last `capacity` keys that went, oldest forgotten first."""
+
+    __slots__ = ("_capacity", "_ghosts", "forgot")
+
+    def __init__(self, capacity: int = 100_000) -> None:
+        """Make an empty list; a ghost costs about 250 bytes."""
+        self._capacity = capacity
+        self._ghosts: OrderedDict[tuple[bytes, bytes], Ghost] = OrderedDict()
+        # Once true, a key that is not here may have been evicted long ago.
+        self.forgot = False
+
+    def __len__(self) -> int:
+        """Return the number of ghosts."""
+        return len(self._ghosts)
+
+    def add(self, space_id: bytes, key: bytes, ghost: Ghost) -> None:
+        """Remember how a block went."""
+        self._ghosts[(space_id, key)] = ghost
+        self._ghosts.move_to_end((space_id, key))
+        if len(self._ghosts) > self._capacity:
+            self._ghosts.popitem(last=False)
+            self.forgot = True
+
+    def get(self, space_id: bytes, key: bytes) -> Ghost | None:
+        """Return how the block went, if remembered."""
+        return self._ghosts.get((space_id, key))
+
+    def discard(self, space_id: bytes, key: bytes) -> None:
+        """Forget a block that is back."""
+        self._ghosts.pop((space_id, key), None)

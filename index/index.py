@@ -1,0 +1,281 @@
+"""The block index: key → copies, per space, with the eviction queues of the tiers.
+
+Pure state, single-threaded, no I/O: it decides nothing and waits for nothing. Slots whose last
+user is gone are handed to two callbacks, which are the only way a slot leaves the index.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from kvstore.index.block import Block, Flush
+from kvstore.index.eviction import EvictionQueue, disk_evictable, host_evictable
+from kvstore.index.ghosts import Ghost, GhostList
+from kvstore.tiers.base import TierName
+
+if TYPE_CHECKING:
+    from kvstore.index.ghosts import Cause
+    from kvstore.space import BlockShape, SpaceSpec
+    from kvstore.tiers.base import Slot
+
+__all__ = ["BlockIndex", "SpaceIndex"]
+
+
+class SpaceIndex:
+    """The blocks of one space.
+
+    Attributes:
+        id: fingerprint, 32 bytes.
+        spec: what it was made from.
+        shape: slots per block.
+        epoch: current epoch; blocks of earlier ones are gone.
+        blocks: by key; every block here has a copy in some tier, and so have its ancestors.
+        pending_keys: keys whose shards are partly committed, with how many slots wait for each.
+        pending_children: parents of those, with how many such children each has.
+        host_blocks, disk_blocks: blocks with a copy there.
+    """
+
+    def __init__(self, space_id: bytes, spec: SpaceSpec, epoch: int) -> None:
+        """Make an empty space."""
+        self.id = space_id
+        self.spec = spec
+        self.shape = spec.shape
+        self.epoch = epoch
+        self.blocks: dict[bytes, Block] = {}
+        self.pending_keys: dict[bytes, int] = {}
+        self.pending_children: dict[bytes, int] = {}
+        self.host_blocks = 0
+        self.disk_blocks = 0
+
+
+class BlockIndex:
+    """All spaces' blocks and the order in which they may leave each tier."""
+
+    def __init__(
+        self,
+        free_host: Callable[[Slot], None],
+        free_disk: Callable[[Block, Slot], None],
+        ghosts: GhostList | None = None,
+    ) -> None:
+        """Make an empty index.
+
+        Args:
+            free_host: called with a host slot that nothing uses any more.
+            free_disk: the same for disk; the record must be deleted before the slot is reused.
+            ghosts: memory of evicted blocks.
+        """
+        self._free_host = free_host
+        self._free_disk = free_disk
+        self.ghosts = ghosts or GhostList()
+        self.spaces: dict[bytes, SpaceIndex] = {}
+        self.sequence = 0
+        self._host_queues: dict[BlockShape, EvictionQueue] = defaultdict(
+            lambda: EvictionQueue(host=True)
+        )
+        self._disk_queues: dict[BlockShape, EvictionQueue] = defaultdict(
+            lambda: EvictionQueue(host=False)
+        )
+        # Set whenever a disk copy becomes evictable: blocks refused for want of room may retry.
+        self.disk_room_hint = False
+
+    def host_queue(self, shape: BlockShape) -> EvictionQueue:
+        """Return the eviction queue of the host tier for blocks of a shape."""
+        return self._host_queues[shape]
+
+    def disk_queue(self, shape: BlockShape) -> EvictionQueue:
+        """Return the eviction queue of the disk tier for blocks of a shape."""
+        return self._disk_queues[shape]
+
+    def next_sequence(self) -> int:
+        """Return a fresh, highest sequence number."""
+        self.sequence += 1
+        return self.sequence
+
+    def touch(self, run: Sequence[Block]) -> None:
+        """Mark a run in chain order as just used: tail first, head last."""
+        sequence = self.sequence
+        for block in reversed(run):
+            sequence += 1
+            block.sequence = sequence
+        self.sequence = sequence
+
+    def insert(self, space: SpaceIndex, key: bytes, parent: Block | None) -> Block:
+        """Add a new block without copies; `put_host` or `put_disk` must follow at once."""
+        block = Block(space, key, parent, self.next_sequence())
+        space.blocks[key] = block
+        self.ghosts.discard(space.id, key)
+        return block
+
+    def put_host(self, block: Block, slot: Slot) -> None:
+        """Record a host copy."""
+        block.host = slot
+        block.space.host_blocks += 1
+        if block.parent is not None:
+            block.parent.host_children += 1
+        self.offer(block)
+
+    def put_disk(self, block: Block, slot: Slot) -> None:
+        """Record a disk copy; the parent must have one."""
+        block.disk = slot
+        block.space.disk_blocks += 1
+        if block.parent is not None:
+            block.parent.disk_children += 1
+        self.offer(block)
+
+    def drop_host(self, block: Block) -> None:
+        """Forget the host copy and free its slot; forget the block if that was its last copy."""
+        slot = block.host
+        if slot is None:
+            return
+        block.host = None
+        block.space.host_blocks -= 1
+        if block.parent is not None:
+            block.parent.host_children -= 1
+        self._free_host(slot)
+        if block.disk is None:
+            self._forget(block, "evicted", TierName.HOST)
+        else:
+            self.offer(block)
+        if block.parent is not None:
+            self.offer(block.parent)
+
+    def drop_disk(self, block: Block) -> None:
+        """Forget the disk copy; forget the block if that was its last copy.
+
+        A block that stays in host does not go back to disk by itself: it left for want of room.
+        """
+        slot = block.disk
+        if slot is None:
+            return
+        block.disk = None
+        block.space.disk_blocks -= 1
+        if block.parent is not None:
+            block.parent.disk_children -= 1
+        self._free_disk(block, slot)
+        if block.host is None:
+            self._forget(block, "evicted", TierName.DISK)
+        else:
+            block.flush = Flush.REFUSED
+            self.offer(block)
+        if block.parent is not None:
+            self.offer(block.parent)
+
+    def hold_host(self, block: Block) -> None:
+        """Keep the host copy where it is until `release_host`."""
+        block.host_refs += 1
+
+    def release_host(self, block: Block) -> None:
+        """Undo one `hold_host`."""
+        block.host_refs -= 1
+        if block.host_refs == 0:
+            if block.dead:
+                self._free_dead(block)
+            else:
+                self.offer(block)
+
+    def hold_disk(self, block: Block) -> None:
+        """Keep the disk copy where it is until `release_disk`."""
+        block.disk_refs += 1
+
+    def release_disk(self, block: Block) -> None:
+        """Undo one `hold_disk`."""
+        block.disk_refs -= 1
+        if block.disk_refs == 0:
+            if block.dead:
+                self._free_dead(block)
+            else:
+                self.offer(block)
+
+    def offer(self, block: Block) -> None:
+        """Queue the block's copies for eviction where the rule lets them go."""
+        if block.dead:
+            return
+        shape = block.space.shape
+        if block.host is not None:
+            self._host_queues[shape].offer(block)
+        if block.disk is not None and self._disk_queues[shape].offer(block):
+            self.disk_room_hint = True
+
+    def offer_key(self, space: SpaceIndex, key: bytes) -> None:
+        """Offer a block by key, if it is there."""
+        block = space.blocks.get(key)
+        if block is not None:
+            self.offer(block)
+
+    def evict(self, block: Block, tier: TierName) -> bool:
+        """Drop one copy if the rule lets it go; say whether it went."""
+        if tier is TierName.HOST:
+            if not host_evictable(block):
+                return False
+            self.drop_host(block)
+        else:
+            if not disk_evictable(block):
+                return False
+            self.drop_disk(block)
+        return True
+
+    def descendants(self, space: SpaceIndex, roots: Iterable[Block]) -> list[Block]:
+        """Return the blocks below `roots` (not they themselves), parents first. O(space)."""
+        children: dict[int, list[Block]] = defaultdict(list)
+        for block in space.blocks.values():
+            if block.parent is not None:
+                children[id(block.parent)].append(block)
+        found: list[Block] = []
+        work = list(roots)
+        while work:
+            below = children.get(id(work.pop()), [])
+            found.extend(below)
+            work.extend(below)
+        return found
+
+    def discard(self, block: Block, cause: Cause, tier: TierName) -> None:
+        """Remove one block with all its copies, whatever uses them.
+
+        Copies that are in use are freed when their last user lets go. The caller discards
+        descendants first.
+        """
+        if block.dead:
+            return
+        if block.host is not None:
+            block.space.host_blocks -= 1
+            if block.parent is not None:
+                block.parent.host_children -= 1
+        if block.disk is not None:
+            block.space.disk_blocks -= 1
+            if block.parent is not None:
+                block.parent.disk_children -= 1
+        self._forget(block, cause, tier)
+        block.dead = True
+        self._free_dead(block)
+        if block.parent is not None:
+            self.offer(block.parent)
+
+    def discard_space(self, space: SpaceIndex) -> None:
+        """Remove every block of a space at once (its epoch was bumped)."""
+        blocks = list(space.blocks.values())
+        space.blocks.clear()
+        space.host_blocks = space.disk_blocks = 0
+        now = time.time()
+        for block in blocks:
+            block.dead = True
+            block.parent = None
+            tier = TierName.HOST if block.host is not None else TierName.DISK
+            self.ghosts.add(space.id, block.key, Ghost("epoch", tier, now))
+        for block in blocks:
+            self._free_dead(block)
+
+    def _forget(self, block: Block, cause: Cause, tier: TierName) -> None:
+        if block.space.blocks.get(block.key) is block:
+            del block.space.blocks[block.key]
+            self.ghosts.add(block.space.id, block.key, Ghost(cause, tier, time.time()))
+
+    def _free_dead(self, block: Block) -> None:
+        if block.host is not None and block.host_refs == 0:
+            slot, block.host = block.host, None
+            self._free_host(slot)
+        if block.disk is not None and block.disk_refs == 0:
+            disk, block.disk = block.disk, None
+            self._free_disk(block, disk)

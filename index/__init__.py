@@ -1,1 +1,19 @@
 """Which block is where: the block index, its eviction rule, and what LMDB keeps of it."""
+
+from kvstore.index.block import NEVER, Block, Flush
+from kvstore.index.eviction import EvictionQueue, disk_evictable, host_evictable
+from kvstore.index.ghosts import Ghost, GhostList
+from kvstore.index.index import BlockIndex, SpaceIndex
+
+__all__ = [
+    "NEVER",
+    "Block",
+    "BlockIndex",
+    "EvictionQueue",
+    "Flush",
+    "Ghost",
+    "GhostList",
+    "SpaceIndex",
+    "disk_evictable",
+    "host_evictable",
+]

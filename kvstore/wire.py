@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from enum import IntEnum
 from typing import Any, Final
 
 import grpc
@@ -14,6 +13,7 @@ from kvstore import errors
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import Keys
 from kvstore.miss import Miss, MissReason
+from kvstore.outcomes import CommitOutcome, Shortage
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.space import SpaceSpec
 
@@ -70,28 +70,6 @@ SlotArray = npt.NDArray[np.void]
 
 _ERROR_KEY: Final = "kvstore-error"
 _ERRNO_KEY: Final = "kvstore-errno"
-
-
-class CommitOutcome(IntEnum):
-    """What became of one committed item; the values are those of the wire."""
-
-    COMMITTED = pb.COMMITTED
-    WAITING = pb.WAITING
-    EXISTS = pb.EXISTS
-    PARENT_MISSING = pb.PARENT_MISSING
-    UNKNOWN_SLOT = pb.UNKNOWN_SLOT
-    KEY_MISMATCH = pb.KEY_MISMATCH
-
-
-class Shortage(IntEnum):
-    """Why a grant is smaller than asked; the values are those of the wire."""
-
-    NONE = pb.ReserveResponse.NONE
-    BUSY = pb.ReserveResponse.BUSY
-    NO_ROOM = pb.ReserveResponse.NO_ROOM
-    CLIENT_CAP = pb.ReserveResponse.CLIENT_CAP
-    DRAINING = pb.ReserveResponse.DRAINING
-
 
 _TIERS: Final = {"gpu": pb.TIER_GPU, "host": pb.TIER_HOST, "disk": pb.TIER_DISK}
 _TIER_NAMES: Final = {int(value): name for name, value in _TIERS.items()}

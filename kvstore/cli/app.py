@@ -1,0 +1,86 @@
+"""The command line's top level: which commands there are, and how errors end.
+
+Exit codes: 0 done, 1 it failed, 2 the command line is wrong, 130 interrupted. An error is one
+line on stderr.
+
+A command imports what it runs inside its function: `kvstore serve` must not pay for the client,
+nor `kvstore stats` for the server.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Final
+
+import typer
+
+from kvstore import __version__
+from kvstore.cli import admin, bench, blocks, demo, serve, stats
+from kvstore.errors import KVStoreError
+
+__all__ = ["app", "main"]
+
+# What the parser raises for a wrong command line; typer has no public name for it.
+_USAGE_ERROR: Final[type] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="kvstore",
+    help="A hierarchical KV-cache store for LLM inference.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _register in (
+    serve.register,
+    stats.register,
+    blocks.register,
+    admin.register,
+    demo.register,
+    bench.register,
+):
+    _register(app)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvstore {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """A hierarchical KV-cache store for LLM inference."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: the command line; None takes the process's own.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        result = app(arguments, prog_name="kvstore", standalone_mode=False)
+    except KVStoreError as e:
+        print(f"kvstore: {e}".replace("\n", " "), file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away (`kvstore stats | head`).
+        sys.stdout = None  # type: ignore[assignment] # nothing is left to flush at exit
+        return 0
+    except Exception as e:
+        if not isinstance(e, _USAGE_ERROR):
+            raise
+        print(f"kvstore: {e.format_message()} (try --help)".replace("\n", " "), file=sys.stderr)
+        return 2
+    return result if isinstance(result, int) else 0

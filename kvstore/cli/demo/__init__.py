@@ -1,0 +1,1 @@
+"""`kvstore demo`: a real engine loads from kvstore what it had computed before."""

@@ -1,0 +1,299 @@
+"""The demo's four rows, and what each of them needs to have happened before.
+
+1. cold: the engine computes every prompt, and stores its blocks
+2. warm, same engine: it loads them
+3. warm, new engine: the process is another one, the daemon the same
+4. warm, from disk: a new daemon that must not look at saved host memory (``--discard-host``)
+
+The engine's own prefix cache is off throughout. Before a row counts, its engine gets an unrelated
+prompt of the same length, so that one-time costs (thread pools, first touches) are not measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from kvstore.cli.child import Child, ChildDaemon, ChildError
+from kvstore.cli.connect import connect
+from kvstore.cli.demo.corpus import text
+from kvstore.client import Client
+from kvstore.units import format_seconds
+
+__all__ = ["DemoResult", "DemoSettings", "Row", "run_demo"]
+
+_START_TIMEOUT_S: Final = 300.0
+_REQUEST_TIMEOUT_S: Final = 120.0
+# Usage comes with heartbeats, one a second.
+_SETTLE_TIMEOUT_S: Final = 15.0
+_POLL_S: Final = 0.05
+# Numbers of unrelated texts, far from those of the prompts.
+_WARM_UP_TEXT: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class DemoSettings:
+    """What the demo runs with.
+
+    Attributes:
+        model: directory of the model's checkpoint.
+        directory: scratch directory, removed by the caller.
+        prompts: prompts per row.
+        prompt_tokens: tokens of each prompt.
+        output_tokens: tokens generated for each.
+        block_tokens: the engine's block size, which is also kvstore's.
+    """
+
+    model: Path
+    directory: Path
+    prompts: int = 6
+    prompt_tokens: int = 1500
+    output_tokens: int = 16
+    block_tokens: int = 128
+
+    @property
+    def full_block_tokens(self) -> int:
+        """Tokens of one prompt that fill whole blocks: the most that can be reused."""
+        return self.prompt_tokens // self.block_tokens * self.block_tokens
+
+
+@dataclass(slots=True)
+class Row:
+    """What one row measured.
+
+    Attributes:
+        name: the row's label.
+        ttft_seconds: time to first token of each prompt.
+        reused_tokens: tokens not computed, as the engine counts them.
+        served_tokens: the same by the tier that held them, as the daemon counts them.
+        outputs: generated tokens of each prompt.
+    """
+
+    name: str
+    ttft_seconds: list[float] = field(default_factory=list)
+    reused_tokens: int = 0
+    served_tokens: dict[str, int] = field(default_factory=dict)
+    outputs: list[list[int]] = field(default_factory=list)
+
+    @property
+    def ttft_p50_seconds(self) -> float:
+        """Median time to first token."""
+        return median(self.ttft_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """All rows, the cold one first."""
+
+    settings: DemoSettings
+    rows: list[Row]
+
+    @property
+    def reusable_tokens(self) -> int:
+        """Tokens in full blocks of all prompts together."""
+        return self.settings.full_block_tokens * self.settings.prompts
+
+    @property
+    def tokens_identical(self) -> bool:
+        """Whether all rows generated the same tokens."""
+        return all(row.outputs == self.rows[0].outputs for row in self.rows)
+
+    def speed_up(self, row: Row) -> float:
+        """Return how many times faster than cold a row is."""
+        return self.rows[0].ttft_p50_seconds / row.ttft_p50_seconds
+
+    def problems(self) -> list[str]:
+        """Say what is not as it must be, one line each."""
+        found = [] if self.tokens_identical else ["generated tokens differ between rows"]
+        if self.rows[0].reused_tokens:
+            found.append(f"{self.rows[0].name}: reused tokens before anything was stored")
+        for row in self.rows[1:]:
+            if row.reused_tokens < 0.9 * self.reusable_tokens:
+                found.append(
+                    f"{row.name}: reused {row.reused_tokens} of {self.reusable_tokens} tokens"
+                )
+        if not self.rows[-1].served_tokens.get("disk"):
+            found.append(f"{self.rows[-1].name}: was not served from disk")
+        return found
+
+
+Narrate = Callable[[str], None]
+
+
+class _Engine:
+    """An engine's process."""
+
+    def __init__(self, settings: DemoSettings, target: str, name: str, say: Narrate) -> None:
+        say(f"starting {name}: vLLM with {settings.model.name} …")
+        begin = time.monotonic()
+        cores = len(os.sched_getaffinity(0))
+        self._child = Child(
+            name,
+            [sys.executable, "-m", "kvstore.cli.demo.runner"],
+            settings.directory / f"{name.replace(' ', '-')}.log",
+            {
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                # With `auto` the thread count, and with it rounding, depends on the connector.
+                "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_NO_USAGE_STATS": "1",
+                "HF_HUB_OFFLINE": "1",
+            },
+        )
+        try:
+            self._child.ask(
+                {
+                    "model": str(settings.model),
+                    "target": target,
+                    "max_model_len": settings.prompt_tokens + settings.output_tokens + 1,
+                    "block_size": settings.block_tokens,
+                },
+                _START_TIMEOUT_S,
+            )
+        except BaseException:
+            self.stop()
+            raise
+        say(f"  ready after {format_seconds(time.monotonic() - begin)}")
+
+    def stop(self) -> None:
+        """End it as an engine ends that is killed: nothing is saved, nothing is said."""
+        self._child.kill()
+
+    def encode(self, number: int, tokens: int) -> list[int]:
+        """Return the first tokens of a text of the corpus."""
+        request = {"text": text(number, tokens), "tokens": tokens}
+        prompt: list[int] = self._child.ask(request, _REQUEST_TIMEOUT_S)["prompt"]
+        return prompt
+
+    def generate(self, prompt: list[int], max_tokens: int) -> tuple[float, int, list[int]]:
+        """Return time to first token, tokens reused and tokens generated."""
+        answer = self._child.ask({"prompt": prompt, "max_tokens": max_tokens}, _REQUEST_TIMEOUT_S)
+        return answer["ttft_s"], answer["cached_tokens"], answer["tokens"]
+
+
+def _wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise ChildError(f"waited {_SETTLE_TIMEOUT_S:.0f} s in vain until {what}")
+        time.sleep(_POLL_S)
+
+
+class _Demo:
+    """Runs the rows one after the other."""
+
+    def __init__(self, settings: DemoSettings, say: Narrate) -> None:
+        self._settings = settings
+        self._say = say
+        self._prompts: list[list[int]] = []
+        self._warm_ups = 0
+
+    @contextlib.contextmanager
+    def daemon(self, name: str, *options: str) -> Iterator[tuple[ChildDaemon, Client]]:
+        """Run a daemon on the scratch directory, with a client to watch it."""
+        self._say(f"starting {name} …")
+        disk = self._settings.directory / "disk"
+        fixed = ("--disk", str(disk), "--disk-capacity", "2GiB", "--host-pool", "1GiB")
+        with ChildDaemon(
+            self._settings.directory, [*fixed, *options], name.replace(" ", "-")
+        ) as daemon:
+            self._say(f"  ready after {format_seconds(daemon.start_seconds)}")
+            with connect(daemon.address) as client:
+                yield daemon, client
+
+    @contextlib.contextmanager
+    def engine(self, target: str, name: str) -> Iterator[_Engine]:
+        """Run an engine that has seen one unrelated prompt."""
+        engine = _Engine(self._settings, target, name, self._say)
+        try:
+            if not self._prompts:
+                self._prompts = [
+                    engine.encode(number, self._settings.prompt_tokens)
+                    for number in range(self._settings.prompts)
+                ]
+            self._warm_ups += 1
+            unrelated = engine.encode(_WARM_UP_TEXT + self._warm_ups, self._settings.prompt_tokens)
+            self._say("  one unrelated prompt, not counted")
+            engine.generate(unrelated, self._settings.output_tokens)
+            yield engine
+        finally:
+            engine.stop()
+
+    def row(self, name: str, engine: _Engine, client: Client) -> Row:
+        """Send every prompt once, one at a time."""
+        settings, row = self._settings, Row(name)
+        self._say(f"{name}: {settings.prompts} prompts of {settings.prompt_tokens} tokens")
+        before = _served(client)
+        for prompt in self._prompts:
+            seconds, reused, output = engine.generate(prompt, settings.output_tokens)
+            row.ttft_seconds.append(seconds)
+            row.reused_tokens += reused
+            row.outputs.append(output)
+        if row.reused_tokens:
+
+            def accounted() -> bool:
+                return sum(_served(client).values()) - sum(before.values()) >= row.reused_tokens
+
+            _wait_until(accounted, "the engine had reported what it loaded")
+        after = _served(client)
+        row.served_tokens = {
+            tier: after[tier] - before[tier] for tier in after if after[tier] > before[tier]
+        }
+        self._say(f"  first token after {format_seconds(row.ttft_p50_seconds)} (median)")
+        return row
+
+    def stored(self, client: Client) -> None:
+        """Wait until every block of the prompts, and of the unrelated one, is in the store."""
+        settings = self._settings
+        blocks = (settings.prompts + 1) * (settings.prompt_tokens // settings.block_tokens)
+
+        def complete() -> bool:
+            return sum(space.blocks for space in client.spaces()) >= blocks
+
+        _wait_until(complete, f"{blocks} blocks were stored")
+
+
+def _served(client: Client) -> dict[str, int]:
+    """Return the tokens that engines reported as reused so far, by tier."""
+    usage = client.stats().usage
+    return {
+        "gpu": usage.reused_tokens_gpu,
+        "host": usage.reused_tokens_host,
+        "disk": usage.reused_tokens_disk,
+    }
+
+
+def run_demo(settings: DemoSettings, say: Narrate) -> DemoResult:
+    """Run all four rows.
+
+    Args:
+        settings: what to run with.
+        say: takes one line at a time about what is going on.
+
+    Raises:
+        KVStoreError: a process failed or took too long.
+    """
+    demo, rows = _Demo(settings, say), []
+    with demo.daemon("daemon 1") as (daemon, client):
+        with demo.engine(daemon.address, "engine 1") as engine:
+            rows.append(demo.row("cold", engine, client))
+            demo.stored(client)
+            rows.append(demo.row("warm, same engine", engine, client))
+        say("engine 1 is gone; another process starts from nothing")
+        with demo.engine(daemon.address, "engine 2") as engine:
+            rows.append(demo.row("warm, new engine", engine, client))
+        say("flushing everything to disk, then stopping the daemon")
+        client.flush(timeout_s=60)
+    with (
+        demo.daemon("daemon 2", "--discard-host") as (daemon, client),
+        demo.engine(daemon.address, "engine 3") as engine,
+    ):
+        rows.append(demo.row("warm, from disk", engine, client))
+    return DemoResult(settings, rows)

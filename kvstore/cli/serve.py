@@ -1,0 +1,135 @@
+"""`kvstore serve`: run the daemon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["register"]
+
+_SERVER = "Server"
+_MEMORY = "Memory and disk"
+_CLIENTS = "Clients"
+
+
+def _flag(names: str, text: str, panel: str, metavar: str | None = None) -> Any:
+    return typer.Option(names, help=text, rich_help_panel=panel, metavar=metavar)
+
+
+def serve(  # noqa: PLR0913 - one parameter a flag
+    listen: Annotated[
+        list[str] | None,
+        _flag(
+            "--listen",
+            "Address to serve on: unix:///path or loopback host:port; repeatable.",
+            _SERVER,
+            "ADDRESS",
+        ),
+    ] = None,
+    state: Annotated[
+        str | None, _flag("--state", "State directory (lock, sockets, index).", _SERVER, "DIR")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        _flag("--config", "TOML file with the same settings; flags win.", _SERVER, "FILE"),
+    ] = None,
+    metrics: Annotated[
+        str | None,
+        _flag("--metrics", "Serve Prometheus metrics on this host:port.", _SERVER, "ADDRESS"),
+    ] = None,
+    stop_timeout: Annotated[
+        str | None, _flag("--stop-timeout", "How long a stop may flush.", _SERVER, "SECONDS")
+    ] = None,
+    log_level: Annotated[
+        str | None, _flag("--log-level", "debug, info, warning or error.", _SERVER, "LEVEL")
+    ] = None,
+    log_format: Annotated[
+        str | None, _flag("--log-format", "text or json.", _SERVER, "FORMAT")
+    ] = None,
+    host_pool: Annotated[
+        str | None,
+        _flag("--host-pool", "Host memory to take, e.g. 8GiB, or auto.", _MEMORY, "SIZE"),
+    ] = None,
+    disk: Annotated[
+        str | None, _flag("--disk", "Directory of the disk tier; none without it.", _MEMORY, "DIR")
+    ] = None,
+    disk_capacity: Annotated[
+        str | None,
+        _flag("--disk-capacity", "Disk to take; 80 % of what is free.", _MEMORY, "SIZE"),
+    ] = None,
+    gpu_pool: Annotated[
+        str | None, _flag("--gpu-pool", "GPU memory to take; only 0 for now.", _MEMORY, "SIZE")
+    ] = None,
+    write_policy: Annotated[
+        str | None,
+        _flag(
+            "--write-policy",
+            "Write blocks to disk soon (through) or when they leave memory (evict).",
+            _MEMORY,
+            "POLICY",
+        ),
+    ] = None,
+    io_threads: Annotated[
+        int | None, _flag("--io-threads", "Threads of the disk tier.", _MEMORY, "N")
+    ] = None,
+    discard_host: Annotated[
+        bool | None,
+        _flag(
+            "--discard-host/--keep-host",
+            "Ignore the host contents that the last run saved.",
+            _MEMORY,
+        ),
+    ] = None,
+    lease_ttl: Annotated[
+        str | None,
+        _flag("--lease-ttl", "Silence after which a client's leases end.", _CLIENTS, "SECONDS"),
+    ] = None,
+    heartbeat: Annotated[
+        str | None, _flag("--heartbeat", "How often clients report.", _CLIENTS, "SECONDS")
+    ] = None,
+    lease_cap: Annotated[
+        str | None,
+        _flag("--lease-cap", "Most bytes one client may lease.", _CLIENTS, "SIZE"),
+    ] = None,
+    grant_cap: Annotated[
+        str | None,
+        _flag("--grant-cap", "Most bytes one client may be granted.", _CLIENTS, "SIZE"),
+    ] = None,
+) -> int:
+    """Run the daemon; it prints one line once it serves.
+
+    Works without any argument. SIGTERM stops it after saving what it holds.
+    """
+    from kvstore.config import load_config
+
+    flags = {
+        "listen": listen or None,
+        "state": state,
+        "host_pool": host_pool,
+        "disk": disk,
+        "disk_capacity": disk_capacity,
+        "gpu_pool": gpu_pool,
+        "write_policy": write_policy,
+        "metrics": metrics,
+        "stop_timeout": stop_timeout,
+        "discard_host": discard_host,
+        "lease_ttl": lease_ttl,
+        "heartbeat": heartbeat,
+        "lease_cap": lease_cap,
+        "grant_cap": grant_cap,
+        "io_threads": io_threads,
+        "log_level": log_level,
+        "log_format": log_format,
+    }
+    settings = load_config(flags, config)
+    # Imported once the settings are known to be good: a typo answers at once.
+    from kvstore.server import serve as run
+
+    return run(settings)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("serve")(serve)

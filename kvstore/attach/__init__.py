@@ -1,0 +1,7 @@
+"""How a process is attached to the daemon: its stream, its lock, and the memory it maps."""
+
+from kvstore.attach.attachment import Attachment, Held, new_id
+from kvstore.attach.lease import Grant, Lease
+from kvstore.attach.slabs import MappedSlab
+
+__all__ = ["Attachment", "Grant", "Held", "Lease", "MappedSlab", "new_id"]

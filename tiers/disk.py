@@ -1,0 +1,512 @@
+"""The disk tier: blocks in preallocated segment files.
+
+The directory's layout and opening are in `kvstore.tiers.disk_directory`, a segment's layout and
+creation in `kvstore.tiers.segment`. Which slot holds which block is known to the caller's index
+alone; this module's share of the protocol:
+
+    1. `allocate` takes slots, `write` fills them, `sync` makes them durable. Only then may the
+       caller record them;
+    2. `free` makes a slot reusable at once: the caller has made the delete of its record durable
+       before;
+    3. after a start `adopt` marks the slots that the caller's records name, then
+       `finish_recovery` offers the others. Until then nothing is allocated. A record whose slot
+       is refused, and every record whose bytes fail their digest, is void.
+
+A segment is written to disk before its slots are offered, and deleted only when none is in use,
+so a record never leads to a file that was not its own: numbers are not used again while a file
+of that number exists, and a stale record meets the digest.
+
+Faults stay with the blocks they hit: `Outcome.IO_ERROR`, a counter, and a `state` that says
+``degraded: …`` until the same kind of operation works again. A file that is gone, replaced or cut
+short is not allocated from any more, and is let go when its last slot is freed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from kvstore.errors import ConfigError, TierClosed, TierUnavailable
+from kvstore.space import BlockShape
+from kvstore.tiers.base import Capabilities, Outcome, Slot, Tier, TierName, TierUsage, Transfer
+from kvstore.tiers.digests import digest_shards
+from kvstore.tiers.disk_directory import DiskDirectory
+from kvstore.tiers.health import Health
+from kvstore.tiers.io_engine import REPLACED, SHORT, IoEngine, IoRequest
+from kvstore.tiers.posix_engine import PosixEngine
+from kvstore.tiers.segment import Segment
+from kvstore.tiers.segment_maker import SegmentMaker
+from kvstore.tiers.segment_set import SegmentSet
+from kvstore.units import PAGE_BYTES
+
+__all__ = ["DiskTier"]
+
+_log = logging.getLogger(__name__)
+
+# The file itself is unusable, not just one place in it.
+_FILE_GONE: Final = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, REPLACED, SHORT}
+)
+_WORDS: Final = {SHORT: "segment is cut short", REPLACED: "segment was replaced"}
+
+
+def _check_capacity(capacity_bytes: int) -> None:
+    if capacity_bytes < PAGE_BYTES:
+        raise ConfigError(f"disk capacity {capacity_bytes} B: at least {PAGE_BYTES} B")
+
+
+def _words(number: int) -> str:
+    return _WORDS.get(number) or os.strerror(number)
+
+
+class DiskTier(Tier):
+    """`Tier` on a directory.
+
+    Attributes:
+        on_room: called on the loop whenever making or removing a segment ended, well or badly.
+        corrupt: blocks whose bytes did not match their digest.
+        read_bytes: bytes read, padding included.
+        written_bytes: bytes written, padding included.
+    """
+
+    name = TierName.DISK
+    capabilities = Capabilities(persistent=True, direct_io=True)
+
+    def __init__(
+        self,
+        directory: Path,
+        capacity_bytes: int,
+        *,
+        engine: IoEngine | None = None,
+        threads: int = 4,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Configure the tier; `open` takes the directory.
+
+        Args:
+            directory: created if missing; owned by one daemon at a time.
+            capacity_bytes: limit of all segments together, headers not counted.
+            engine: opened and closed by the tier; `PosixEngine` when None.
+            threads: of that `PosixEngine`.
+            clock: seconds, for the back-off after a segment could not be made.
+        """
+        self._path = directory
+        self._segments = SegmentSet(capacity_bytes)
+        self._engine = engine if engine is not None else PosixEngine(threads)
+        self._clock = clock
+        self._health = Health("disk")
+        self._directory: DiskDirectory | None = None
+        self._maker: SegmentMaker | None = None
+        self._maker_thread = ThreadPoolExecutor(1, "kvstore-segments")
+        self._found: dict[int, Segment] = {}
+        self._recovering = False
+        self._closing: asyncio.Future[None] | None = None
+        self._inflight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._sync_lock = asyncio.Lock()
+        self._io_errors = 0
+        self.on_room: Callable[[], None] = lambda: None
+        self.corrupt = 0
+        self.read_bytes = 0
+        self.written_bytes = 0
+
+    async def open(self) -> None:
+        """Lock the directory and list its segments.
+
+        Raises:
+            ConfigError: directory or capacity is unusable.
+            FormatVersionError: a later release wrote the directory.
+        """
+        _check_capacity(self._segments.capacity_bytes)
+        loop = asyncio.get_running_loop()
+        try:
+            directory = await loop.run_in_executor(
+                self._maker_thread, DiskDirectory.open, self._path, self.capacity_bytes
+            )
+        except BaseException:
+            self._maker_thread.shutdown(wait=False)
+            raise
+        await self._engine.open()
+        self._directory = directory
+        self._maker = SegmentMaker(
+            directory,
+            self._maker_thread,
+            self._segments,
+            self._engine,
+            self._health,
+            self._clock,
+            lambda: self.on_room(),
+        )
+        self._found = dict(directory.segments)
+        self._segments.allocated_bytes = sum(s.data_bytes for s in self._found.values())
+        self._recovering = True
+
+    async def close(self) -> None:
+        """Wait for transfers, then give everything back. Idempotent."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        if self._maker is not None:
+            await self._maker.close()
+        await self._idle.wait()
+        await self._engine.close()
+        await asyncio.to_thread(self._maker_thread.shutdown)
+        if self._directory is not None:
+            self._directory.close()
+
+    @property
+    def store_id(self) -> bytes:
+        """16 bytes that the caller's records are bound to; known once open."""
+        return self._opened()[0].store_id
+
+    @property
+    def io_engine(self) -> str:
+        """Name of the I/O engine as it really runs."""
+        return self._engine.name
+
+    @property
+    def state(self) -> str:
+        """``ok``, or ``degraded: `` and one line."""
+        return self._health.state
+
+    @property
+    def io_errors(self) -> int:
+        """Blocks, syncs and segment files that failed."""
+        return self._io_errors + (self._maker.io_errors if self._maker is not None else 0)
+
+    @property
+    def allocating(self) -> bool:
+        """A segment is being made or deleted; `on_room` will be called."""
+        return self._maker is not None and self._maker.busy
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The limit, as configured or last resized."""
+        return self._segments.capacity_bytes
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes that segments take beyond the capacity, after it was lowered."""
+        return self._segments.excess_bytes
+
+    def usage(self) -> TierUsage:
+        """Return the tier's bytes, headers not counted."""
+        segments = self._segments
+        return TierUsage(segments.capacity_bytes, segments.allocated_bytes, segments.used_bytes)
+
+    def adopt(self, slots: Sequence[tuple[Slot, BlockShape]]) -> list[bool]:
+        """Mark slots that the caller's records name as allocated; before `finish_recovery`.
+
+        Returns:
+            False for a slot whose segment is missing, of another shape or cut short before the
+            slot's end, and for every claim of a slot but the first.
+        """
+        if not self._recovering:
+            raise RuntimeError("adopt: recovery is over, or has not begun")
+        segments = self._found
+        adopted = []
+        for (group, index), shape in slots:
+            segment = segments.get(group)
+            good = (
+                segment is not None
+                and (segment.shape is shape or segment.shape == shape)
+                and 0 <= index < segment.blocks
+                and not segment.used[index]
+            )
+            if good and segment is not None:
+                segment.adopt(index)
+            adopted.append(good)
+        return adopted
+
+    async def finish_recovery(self) -> None:
+        """Offer what was not adopted; segments that nobody needs and that exceed the capacity go.
+
+        The used bytes may exceed a capacity that was lowered: nothing is allocated until the
+        caller has freed enough.
+        """
+        _, maker = self._opened()
+        if not self._recovering:
+            return
+        self._recovering = False
+        for segment in self._found.values():
+            segment.ready()
+            self._segments.add(segment)
+            if not segment.blocks:
+                maker.let_go(segment)
+        self._found.clear()
+        maker.drop_excess()
+        await maker.removed()
+
+    def set_capacity(self, capacity_bytes: int) -> None:
+        """Change the capacity; empty segments beyond it are deleted in the background.
+
+        While `excess_bytes` is not 0 the caller empties segments (`retire`, `remove`).
+        """
+        _, maker = self._opened()
+        _check_capacity(capacity_bytes)
+        self._segments.capacity_bytes = capacity_bytes
+        maker.drop_excess()
+
+    def free_blocks(self, shape: BlockShape) -> int:
+        """Return how many blocks `allocate` could give now, from segments that are ready."""
+        return self._segments.free_blocks(shape)
+
+    def room_blocks(self, shape: BlockShape) -> int:
+        """Return how many more blocks `want` could make room for, beyond `free_blocks`.
+
+        Counts capacity not yet taken and segments of other shapes that are empty. 0 while making
+        segments fails.
+        """
+        if self._recovering or self._maker is None:
+            return 0
+        return self._maker.room_blocks(shape)
+
+    def want(self, shape: BlockShape, blocks: int) -> None:
+        """Make segments in the background until `free_blocks(shape)` is at least ``blocks``.
+
+        Ends early when there is no room, and does nothing when closed. `on_room` is called after
+        every step.
+        """
+        if self._maker is not None and not self._recovering:
+            self._maker.want(shape, blocks)
+
+    def allocate(self, shape: BlockShape, count: int) -> list[Slot]:
+        """Take up to ``count`` slots, adjacent ones where possible."""
+        self._opened()
+        return self._segments.allocate(shape, count)
+
+    def free(self, slots: Sequence[Slot]) -> None:
+        """Give slots back; they may be allocated again at once.
+
+        Raises:
+            ValueError: a slot is not allocated; no slot was freed.
+        """
+        _, maker = self._opened()
+        for segment in self._segments.free(slots):
+            maker.let_go(segment)
+        if self.excess_bytes:
+            maker.drop_excess()
+
+    async def read(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Read blocks and check their digests on the I/O threads; see `Tier.read`.
+
+        Raises:
+            ValueError: a slot is not allocated, or buffers do not fit it; nothing was read.
+        """
+        requests, holders = self._requests(transfers)
+        corrupt = [False] * len(transfers)
+
+        def landed(position: int) -> None:
+            transfer = transfers[position]
+            corrupt[position] = transfer.digests is not None and (
+                digest_shards(transfer.buffers, transfer.lengths) != tuple(transfer.digests)
+            )
+
+        self._begin()
+        try:
+            errors = await self._engine.read(requests, landed)
+        finally:
+            self._end()
+        damaged = sum(corrupt)
+        self.corrupt += damaged
+        self.read_bytes += self._settle("read", holders, errors)
+        if damaged:
+            _log.warning("disk tier: %d blocks do not match their digests", damaged)
+        return [
+            Outcome.IO_ERROR if error else Outcome.CORRUPT if bad else Outcome.OK
+            for error, bad in zip(errors, corrupt, strict=True)
+        ]
+
+    async def write(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Write blocks; see `Tier.write`. Not durable before `sync`.
+
+        Raises:
+            ValueError: a slot is not allocated, or buffers do not fit it; nothing was written.
+        """
+        requests, holders = self._requests(transfers)
+        self._begin()
+        try:
+            errors = await self._engine.write(requests)
+        finally:
+            self._end()
+        for transfer, segment, error in zip(transfers, holders, errors, strict=True):
+            if error:
+                segment.write_failed(transfer.slot.index)
+            else:
+                segment.written(transfer.slot.index)
+        self.written_bytes += self._settle("write", holders, errors)
+        return [Outcome.IO_ERROR if error else Outcome.OK for error in errors]
+
+    async def sync(self) -> None:
+        """Make every block written before the call durable.
+
+        Raises:
+            TierUnavailable: some may be lost. Every sync fails until the blocks written since
+                the last good one are written again or freed: a kernel that could not write a
+                page back forgets that it was dirty, so trying again proves nothing.
+        """
+        self._begin()
+        try:
+            async with self._sync_lock:
+                await self._sync()
+        finally:
+            self._end()
+
+    async def _sync(self) -> None:
+        dirty = [segment for segment in self._segments if segment.unsynced]
+        pending = [segment.unsynced for segment in dirty]
+        for segment in dirty:
+            segment.unsynced = set()
+        try:
+            errors = await self._engine.sync([segment.file for segment in dirty])
+        except BaseException:
+            for segment, places in zip(dirty, pending, strict=True):
+                segment.unsynced |= places
+            raise
+        for segment, places, error in zip(dirty, pending, errors, strict=True):
+            if error:
+                # What was freed meanwhile is nobody's loss.
+                segment.lost |= {index for index in places if segment.used[index]}
+                self._fault("sync", error, segment)
+        if any(errors):
+            self._io_errors += sum(1 for error in errors if error)
+        elif dirty:
+            self._health.works("sync")
+        if any(errors) or any(segment.lost for segment in self._segments):
+            first = next((error for error in errors if error), errno.EIO)
+            raise TierUnavailable("disk", f"sync failed: {_words(first)}", first)
+
+    def segments(self) -> list[tuple[int, BlockShape, int, int]]:
+        """Return (number, shape, blocks, used blocks) of every segment."""
+        return [(s.id, s.shape, s.blocks, s.used_blocks) for s in self._segments]
+
+    def slots_in_use(self, group: int) -> int:
+        """Return how many slots of a segment are allocated.
+
+        Raises:
+            ValueError: there is no such segment.
+        """
+        return self._group(group).used_blocks
+
+    def allocated_slots(self, group: int) -> list[Slot]:
+        """Return the allocated slots of a segment.
+
+        Raises:
+            ValueError: there is no such segment.
+        """
+        used = self._group(group).used
+        return [Slot(group, index) for index, taken in enumerate(used) if taken]
+
+    def retire(self, group: int) -> None:
+        """Allocate no more from a segment, so that it can be emptied and removed. Idempotent.
+
+        Raises:
+            ValueError: there is no such segment.
+        """
+        segment = self._group(group)
+        self._segments.withdraw(segment)
+        segment.retired = True
+
+    def remove(self, group: int) -> None:
+        """Delete a retired, empty segment; `on_room` is called when its bytes are free.
+
+        Raises:
+            ValueError: there is no such segment, it is not retired, or slots of it are in use.
+        """
+        _, maker = self._opened()
+        segment = self._group(group)
+        if not segment.retired:
+            raise ValueError(f"disk segment {group} is not retired")
+        if segment.used_blocks:
+            raise ValueError(f"disk segment {group}: {segment.used_blocks} slots are in use")
+        maker.let_go(segment)
+
+    async def probe(self) -> bool:
+        """Try the directory and, if it works, take back `state` and back-off. For idle times."""
+        directory, maker = self._opened()
+        self._begin()
+        try:
+            await maker.on_thread(directory.probe)
+        except OSError as error:
+            reason = _words(error.errno or errno.EIO)
+            self._health.fails("probe", f"{self._path}: {reason}")
+            return False
+        finally:
+            self._end()
+        self._health.reset()
+        maker.retry()
+        return True
+
+    def _opened(self) -> tuple[DiskDirectory, SegmentMaker]:
+        if self._closing is not None:
+            raise TierClosed("disk", "is closed")
+        if self._directory is None or self._maker is None:
+            raise TierClosed("disk", "is not open")
+        return self._directory, self._maker
+
+    def _group(self, number: int) -> Segment:
+        segment = self._segments.get(number)
+        if segment is None:
+            raise ValueError(f"there is no disk segment {number}")
+        return segment
+
+    def _begin(self) -> None:
+        self._opened()
+        self._inflight += 1
+        self._idle.clear()
+
+    def _end(self) -> None:
+        self._inflight -= 1
+        if not self._inflight:
+            self._idle.set()
+
+    def _requests(self, transfers: Sequence[Transfer]) -> tuple[list[IoRequest], list[Segment]]:
+        """Return the transfers as file ranges, all checked before the first one is begun."""
+        self._opened()
+        requests = []
+        holders = []
+        for transfer in transfers:
+            segment = self._segments.holder(transfer.slot)
+            shape, buffers = segment.shape, transfer.buffers
+            if len(buffers) != shape.shards or len(transfer.lengths) != shape.shards:
+                raise ValueError(f"{len(buffers)} buffers for a block of {shape.shards} shards")
+            for buffer, length in zip(buffers, transfer.lengths, strict=True):
+                if len(buffer) != shape.slot_bytes or not 0 <= length <= shape.slot_bytes:
+                    raise ValueError(
+                        f"{length} bytes in a buffer of {len(buffer)} for a slot of "
+                        f"{shape.slot_bytes}"
+                    )
+            offset = segment.offset(transfer.slot.index)
+            requests.append(IoRequest(segment.file, offset, buffers))
+            holders.append(segment)
+        return requests, holders
+
+    def _settle(self, kind: str, holders: Sequence[Segment], errors: Sequence[int]) -> int:
+        """Book a batch's errors; return the bytes that were moved."""
+        moved = failed = 0
+        for segment, error in zip(holders, errors, strict=True):
+            if error:
+                failed += 1
+                self._fault(kind, error, segment)
+            else:
+                moved += segment.shape.block_bytes
+        self._io_errors += failed
+        if moved and not failed:
+            self._health.works(kind)
+        return moved
+
+    def _fault(self, kind: str, error: int, segment: Segment) -> None:
+        self._health.fails(kind, f"{kind} failed: {Path(segment.file.path).name}: {_words(error)}")
+        if error in _FILE_GONE and not segment.broken:
+            self._segments.withdraw(segment)
+            segment.broken = _words(error)

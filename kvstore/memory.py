@@ -168,16 +168,22 @@ class Mapping:
         """Ask for huge pages; return whether the kernel took the advice."""
         return self._advise(0, self.length, _MADV_HUGEPAGE) == 0
 
-    def populate(self, threads: int = 1) -> None:
+    def populate(self, threads: int = 1, *, reserved: bool = True) -> bool:
         """Fault every page in, so that later copies do not; contents stay as they are.
 
         Blocks for about 0.3 s per GiB and thread, without the GIL.
 
         Args:
             threads: how many work on it, this one included.
+            reserved: the file has all its pages (`posix_fallocate`). Otherwise nothing is done on
+                kernels that can populate only by touching: with the file system full, that is
+                SIGBUS.
+
+        Returns:
+            False when nothing was done for that reason.
 
         Raises:
-            OSError: no memory, or the file system is full.
+            OSError: no memory (ENOMEM), or the file system is full (ENOSPC).
         """
         starts = iter(range(0, self.length, _POPULATE_BYTES))
         guard = threading.Lock()
@@ -189,7 +195,7 @@ class Mapping:
                     start = next(starts, None)
                 if start is None:
                     return
-                number = self._populate(start, min(_POPULATE_BYTES, self.length - start))
+                number = self._populate(start, min(_POPULATE_BYTES, self.length - start), reserved)
                 if number:
                     errors.append(number)
 
@@ -199,19 +205,25 @@ class Mapping:
         work()
         for helper in helpers:
             helper.join()
-        if errors:
-            raise OSError(errors[0], f"populating memory: {os.strerror(errors[0])}")
+        if not errors:
+            return True
+        if errors[0] == errno.EINVAL:
+            return False
+        raise OSError(errors[0], f"populating memory: {os.strerror(errors[0])}")
 
-    def _populate(self, start: int, length: int) -> int:
+    def _populate(self, start: int, length: int, reserved: bool) -> int:
+        """Return 0 or the error number; EINVAL means that the kernel is too old."""
         while (number := self._advise(start, length, _MADV_POPULATE_WRITE)) in (
             errno.EAGAIN,
             errno.EINTR,
         ):
             pass
-        if number != errno.EINVAL:
+        if number == errno.EFAULT:  # where touching the page would have been SIGBUS
+            return errno.ENOSPC
+        if number != errno.EINVAL or not reserved:
             return number
-        # An older kernel. Reading is enough for shared memory, and unlike a write-back of what
-        # was read it cannot undo what somebody else writes meanwhile.
+        # Reading is enough for shared memory, and unlike writing back what was read it cannot
+        # undo what somebody else writes meanwhile.
         self.array[start : start + length : PAGE_BYTES].max()
         return 0
 

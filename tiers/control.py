@@ -39,7 +39,7 @@ class ControlFile:
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._last_id = 0
 
-    def new_attachment(self) -> int:
+    def next_id(self) -> int:
         """Return an attachment id: at least 1, and never the same one twice."""
         self._last_id += 1
         return self._last_id

@@ -53,7 +53,7 @@ def control(tmp_path: Path) -> ControlFile:
 
 
 def test_kill_9_frees_the_lock(control: ControlFile) -> None:
-    attachment = control.new_attachment()
+    attachment = control.next_id()
     assert not control.is_alive(attachment)
     with _hold(control.path, attachment) as holder:
         assert _said(holder) == "locked"
@@ -64,7 +64,7 @@ def test_kill_9_frees_the_lock(control: ControlFile) -> None:
 
 
 def test_a_stopped_process_keeps_its_lock_until_it_is_killed(control: ControlFile) -> None:
-    attachment = control.new_attachment()
+    attachment = control.next_id()
     with _hold(control.path, attachment) as holder:
         assert _said(holder) == "locked"
         holder.send_signal(signal.SIGSTOP)
@@ -76,7 +76,7 @@ def test_a_stopped_process_keeps_its_lock_until_it_is_killed(control: ControlFil
 
 
 def test_a_forked_child_keeps_the_lock_of_a_dead_parent(control: ControlFile) -> None:
-    attachment = control.new_attachment()
+    attachment = control.next_id()
     with _hold(control.path, attachment, "fork") as holder:
         child = os.pidfd_open(int(_said(holder)))
         holder.wait()
@@ -130,7 +130,7 @@ def test_an_unusable_descriptor_is_an_error_and_not_a_lock_that_somebody_holds(
 
 
 def test_attachment_ids_start_at_one_and_are_never_used_again(control: ControlFile) -> None:
-    assert [control.new_attachment() for _ in range(3)] == [1, 2, 3]
+    assert [control.next_id() for _ in range(3)] == [1, 2, 3]
     assert control.lock_offset(3) == 3
     assert control.path.stat().st_mode & 0o777 == 0o600
     assert not control.is_alive(99)  # never handed out

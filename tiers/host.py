@@ -1,0 +1,523 @@
+"""The host tier: blocks in shared memory that engines on this machine map.
+
+A pool directory (`pool_directory`) holds slab files (`slab`), made in the background as shapes
+ask for room. The tier hands out slots and raises their generations; clients move the bytes.
+Memory changes from one shape to another by whole groups: `retire`, wait until nobody maps it,
+`remove`, and the capacity is free for whoever wants it next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import ConfigError, TierClosed
+from kvstore.memory import copy_batch
+from kvstore.tiers.base import Capabilities, Outcome, Slot, Tier, TierName, TierUsage, Transfer
+from kvstore.tiers.digests import digest_shards
+from kvstore.tiers.pool_directory import create_pool, remove_pool, remove_stale_pools, slab_path
+from kvstore.tiers.pool_limits import check_capacity, memory_room
+from kvstore.tiers.slab import MIN_GROUP_BYTES, Slab, SlabGroup, group_slots
+from kvstore.tiers.slots import GroupSlots
+from kvstore.units import format_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvstore.space import BlockShape
+
+__all__ = ["HostTier", "remove_stale_pools"]
+
+_log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_NO_ROOM: Final = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+
+
+def _ignore(*_: SlabGroup) -> None:
+    """Nobody listens."""
+
+
+class HostTier(Tier):
+    """A pool of shared memory.
+
+    Attributes:
+        on_group: called on the event loop's thread with each group that becomes ready, before
+            anybody else can allocate from it. Set by the owner before `want`.
+        on_no_room: called on the event loop's thread when growth ends short of what was wanted:
+            who waits for it should free slots instead.
+    """
+
+    name = TierName.HOST
+    capabilities = Capabilities(mappable=True)
+
+    def __init__(
+        self,
+        directory: Path,
+        capacity_bytes: int,
+        *,
+        populate_threads: int = 2,
+        copy_threads: int = 2,
+        min_slab_bytes: int = MIN_GROUP_BYTES,
+        retry_seconds: float = 1.0,
+    ) -> None:
+        """Describe a pool; nothing is taken before `open`.
+
+        Args:
+            directory: made by `open`, in a tmpfs or hugetlbfs; removed by `close`.
+            capacity_bytes: limit of all slots together. Slab headers come on top (8 bytes a slot).
+            populate_threads: threads that fault in the pages of a new slab.
+            copy_threads: threads for `read` and `write`.
+            min_slab_bytes: least size of a slab group.
+            retry_seconds: after the system had no memory, `want` asks again no sooner.
+        """
+        self.on_group: Callable[[SlabGroup], None] = _ignore
+        self.on_no_room: Callable[[], None] = _ignore
+        self._directory = directory
+        self._capacity_bytes = capacity_bytes
+        self._populate_threads = populate_threads
+        self._copy_threads = copy_threads
+        self._min_group_bytes = min_slab_bytes
+        self._retry_seconds = retry_seconds
+        self._open = False
+        self._created = False
+        self._groups: dict[int, GroupSlots] = {}
+        # Groups with free slots, per shape, in the order in which they are filled.
+        self._ready: dict[BlockShape, dict[int, GroupSlots]] = {}
+        self._last_group = 0
+        self._allocated_bytes = 0  # of slots in groups, and in the one that is being made
+        self._used_bytes = 0
+        # Blocks promised by `want` whose group is not begun yet; shapes take turns.
+        self._owed: dict[BlockShape, int] = {}
+        self._arriving: tuple[BlockShape, int] | None = None
+        self._grower: asyncio.Task[None] | None = None
+        self._degraded = ""
+        self._retry_at = 0.0
+        self._builder: ThreadPoolExecutor | None = None
+        self._copier: ThreadPoolExecutor | None = None
+
+    @property
+    def directory(self) -> Path:
+        """The pool's directory."""
+        return self._directory
+
+    @property
+    def state(self) -> str:
+        """``ok``, or ``degraded: `` and why: the system has no memory to let the pool grow."""
+        return f"degraded: {self._degraded}" if self._degraded else "ok"
+
+    @property
+    def allocating(self) -> bool:
+        """Whether more slots are on their way, of any shape."""
+        return self._grower is not None
+
+    async def open(self) -> None:
+        """Create the pool directory and check that the capacity is possible.
+
+        Raises:
+            ConfigError: it is not, or the directory cannot be made; nothing is left behind.
+        """
+        if self._capacity_bytes <= 0:
+            raise ConfigError(f"host pool of {self._capacity_bytes} bytes is not possible")
+        create_pool(self._directory)
+        try:
+            check_capacity(self._directory, self._capacity_bytes)
+        except BaseException:
+            remove_pool(self._directory)
+            raise
+        self._created = True
+        # One group at a time: its own threads populate it, and capacity is never planned twice.
+        self._builder = ThreadPoolExecutor(1, "host-slabs")
+        self._copier = ThreadPoolExecutor(self._copy_threads, "host-copy")
+        self._open = True
+
+    async def close(self) -> None:
+        """Wait for transfers and the group being made; unmap; remove files and directory."""
+        self._open = False
+        self._owed.clear()
+        if self._grower is not None:
+            await _undisturbed(asyncio.ensure_future(asyncio.wait([self._grower])))
+        for executor in (self._copier, self._builder):
+            if executor is not None:
+                await asyncio.to_thread(executor.shutdown)
+        self._copier = self._builder = None
+        groups = list(self._groups.values())
+        self._groups.clear()
+        self._ready.clear()
+        self._allocated_bytes = self._used_bytes = 0
+        await asyncio.to_thread(_discard, [slab for group in groups for slab in group.slabs])
+        if self._created:  # otherwise the directory, if there is one, is somebody else's
+            self._created = False
+            remove_pool(self._directory)
+
+    def usage(self) -> TierUsage:
+        """Return the pool's bytes; while it is degraded, its capacity is what it has."""
+        capacity = self._allocated_bytes if self._degraded else self._capacity_bytes
+        return TierUsage(capacity, self._allocated_bytes, self._used_bytes)
+
+    def set_capacity(self, capacity_bytes: int) -> None:
+        """Change the limit while serving.
+
+        When it falls below what is allocated, nothing is taken away: no slot is given out beyond
+        it, and the owner retires groups until the allocated bytes fit.
+
+        Raises:
+            ConfigError: there is not that much memory; the limit stays as it was.
+        """
+        if capacity_bytes <= 0:
+            raise ConfigError(f"host pool of {capacity_bytes} bytes is not possible")
+        if capacity_bytes > self._capacity_bytes:
+            check_capacity(self._directory, capacity_bytes, self._allocated_bytes)
+        self._capacity_bytes = capacity_bytes
+
+    def groups(self) -> list[SlabGroup]:
+        """Return the groups in service: ready and not retired."""
+        return [group.info for group in self._groups.values() if not group.retired]
+
+    def free_blocks(self, shape: BlockShape) -> int:
+        """Return how many slots of a shape are free in ready groups."""
+        free = sum(group.free_count for group in self._ready.get(shape, {}).values())
+        return min(free, max(self._capacity_bytes - self._used_bytes, 0) // shape.block_bytes)
+
+    def room_blocks(self, shape: BlockShape) -> int:
+        """Return how many more slots memory that is not taken yet could hold.
+
+        Slots of a group that is being made are in neither count: see `allocating`. While the
+        system has no memory for the pool there is no room.
+        """
+        if self._degraded and time.monotonic() < self._retry_at:
+            return 0
+        return max(self._capacity_bytes - self._allocated_bytes, 0) // shape.block_bytes
+
+    def want(self, shape: BlockShape, blocks: int) -> None:
+        """Ensure that, capacity allowing, `blocks` slots are free or on their way.
+
+        Returns at once; `on_group` tells of each group. Asking again for the same adds nothing.
+        """
+        if not self._open:
+            return
+        missing = blocks - self.free_blocks(shape) - self._coming(shape)
+        missing = min(missing, self.room_blocks(shape) - self._owed.get(shape, 0))
+        if missing <= 0:
+            return
+        self._owed[shape] = self._owed.get(shape, 0) + missing
+        if self._grower is None:
+            self._grower = asyncio.get_running_loop().create_task(self._grow())
+
+    def _coming(self, shape: BlockShape) -> int:
+        arriving = self._arriving
+        begun = arriving[1] if arriving is not None and arriving[0] == shape else 0
+        return begun + self._owed.get(shape, 0)
+
+    async def _grow(self) -> None:
+        """Make groups, one after the other, until nothing is owed."""
+        try:
+            while self._owed:
+                shape = next(iter(self._owed))
+                owed = self._owed.pop(shape)
+                remaining = self._capacity_bytes - self._allocated_bytes
+                slots = group_slots(shape, self._capacity_bytes, remaining, self._min_group_bytes)
+                if slots == 0:
+                    self._tell(self.on_no_room)
+                    continue
+                if owed > slots:
+                    self._owed[shape] = owed - slots  # at the end: the other shapes first
+                await self._make_group(shape, slots)
+        finally:
+            self._arriving = None
+            self._grower = None
+
+    async def _make_group(self, shape: BlockShape, slots: int) -> None:
+        """Make one group and announce it. Without memory for it, nothing is owed any more."""
+        assert self._builder is not None
+        taken = slots * shape.block_bytes
+        self._last_group += 1
+        number = self._last_group
+        self._arriving = (shape, slots)
+        self._allocated_bytes += taken
+        building = asyncio.get_running_loop().run_in_executor(
+            self._builder, self._build, number, shape, slots
+        )
+        try:
+            slabs = await _undisturbed(building)
+        except asyncio.CancelledError:
+            self._allocated_bytes -= taken
+            if building.exception() is None:
+                _discard(building.result())
+            raise
+        except Exception as error:  # noqa: BLE001 the builder thread ends here, whatever it met
+            self._allocated_bytes -= taken
+            self._arriving = None
+            self._owed.clear()
+            self._degrade(shape, taken, error)
+            self._tell(self.on_no_room)
+            return
+        self._arriving = None
+        if not self._open:
+            self._allocated_bytes -= taken
+            await asyncio.to_thread(_discard, slabs)
+            return
+        if self._degraded:
+            _log.info("host pool grows again")
+            self._degraded = ""
+        group = GroupSlots(SlabGroup(number, shape, slots, tuple(s.info for s in slabs)), slabs)
+        self._groups[number] = group
+        self._ready.setdefault(shape, {})[number] = group
+        self._tell(self.on_group, group.info)
+
+    def _tell(self, listener: Callable[..., None], *arguments: SlabGroup) -> None:
+        try:
+            listener(*arguments)
+        except Exception:  # noqa: BLE001 the listener's fault must not end the pool's growth
+            _log.exception("a listener of the host pool failed")
+
+    def _build(self, number: int, shape: BlockShape, slots: int) -> list[Slab]:
+        """Create a group's slabs, all or none. Runs on the builder thread."""
+        room = memory_room(self._directory)
+        if slots * shape.block_bytes > room.bytes:
+            # Asking for it all the same may call for the out-of-memory killer.
+            raise OSError(errno.ENOSPC, room.describe())
+        slabs: list[Slab] = []
+        try:
+            for shard in range(shape.shards):
+                slabs.append(
+                    Slab.create(
+                        slab_path(self._directory, number, shard),
+                        slots=slots,
+                        slot_bytes=shape.slot_bytes,
+                        shard=shard,
+                        populate_threads=self._populate_threads,
+                    )
+                )
+        except BaseException:
+            _discard(slabs)
+            raise
+        return slabs
+
+    def _degrade(self, shape: BlockShape, wanted_bytes: int, error: Exception) -> None:
+        self._retry_at = time.monotonic() + self._retry_seconds
+        number = error.errno if isinstance(error, OSError) else None
+        what = "no memory" if number in _NO_ROOM else str(error)
+        reason = (
+            f"{what} for {format_bytes(wanted_bytes)} of {format_bytes(shape.slot_bytes)} slots, "
+            f"the pool stays at {format_bytes(self._allocated_bytes)}"
+        )
+        if not self._degraded:
+            _log.warning("host pool cannot grow: %s (%s)", reason, error)
+        self._degraded = reason
+
+    def allocate(self, shape: BlockShape, count: int) -> list[Slot]:
+        """Take up to `count` slots of ready groups and raise the generation of each.
+
+        Groups are filled one after the other, so that others run empty and can be retired. No
+        generation is ever seen twice for a slot; the first is 1.
+        """
+        ready = self._ready.get(shape)
+        if not ready or count <= 0:
+            return []
+        left = min(count, (self._capacity_bytes - self._used_bytes) // shape.block_bytes)
+        slots: list[Slot] = []
+        while left > 0 and ready:
+            number, group = next(iter(ready.items()))
+            indices = group.take(left)
+            if group.free_count == 0:
+                del ready[number]
+            left -= len(indices)
+            slots += [Slot(number, index) for index in indices]
+        self._used_bytes += len(slots) * shape.block_bytes
+        return slots
+
+    def generations(self, slots: Sequence[Slot]) -> NDArray[np.uint64]:
+        """Return the current generation of each slot, shape (n,), from the daemon's own copy."""
+        groups = self._groups
+        return np.fromiter(
+            (groups[group].generation(index) for group, index in slots), np.uint64, len(slots)
+        )
+
+    def free(self, slots: Sequence[Slot]) -> None:
+        """Give slots back.
+
+        Raises:
+            ValueError: a slot is not allocated, or named twice; no slot was freed.
+        """
+        by_group: dict[int, list[int]] = {}
+        for group, index in slots:
+            by_group.setdefault(group, []).append(index)
+        for number, indices in by_group.items():
+            self._group(number).check_taken(indices)
+        for number, indices in by_group.items():
+            owner = self._groups[number]
+            owner.give_back(indices)
+            self._used_bytes -= len(indices) * owner.info.shape.block_bytes
+            if not owner.retired:
+                self._ready.setdefault(owner.info.shape, {}).setdefault(number, owner)
+
+    def _group(self, number: int) -> GroupSlots:
+        group = self._groups.get(number)
+        if group is None:
+            raise ValueError(f"there is no slab group {number}")
+        return group
+
+    def views(self, slot: Slot) -> tuple[memoryview, ...]:
+        """Return the slot's memory, one view of `slot_bytes` per shard. Drop it before `free`.
+
+        Raises:
+            ValueError: there is no such slot.
+        """
+        group = self._group(slot.group)
+        group.check_index(slot.index)
+        return tuple(slab.view(slot.index) for slab in group.slabs)
+
+    def addresses(self, slot: Slot) -> tuple[int, ...]:
+        """Return the address of the slot in this process, one per shard.
+
+        Raises:
+            ValueError: there is no such slot.
+        """
+        group = self._group(slot.group)
+        group.check_index(slot.index)
+        return tuple(slab.address(slot.index) for slab in group.slabs)
+
+    def slots_in_use(self, group: int) -> int:
+        """Return how many slots of a group are allocated.
+
+        Raises:
+            ValueError: there is no such group.
+        """
+        return self._group(group).used_count
+
+    def retire(self, group: int) -> None:
+        """Withdraw a group's free slots; those in use stay valid until they are freed. Idempotent.
+
+        Raises:
+            ValueError: there is no such group.
+        """
+        leaving = self._group(group)
+        leaving.retired = True
+        self._ready.get(leaving.info.shape, {}).pop(group, None)
+
+    def remove(self, group: int) -> None:
+        """Give a retired group's memory back. Nobody maps it any more: the owner has asked.
+
+        Raises:
+            ValueError: there is no such group, it is not retired, or slots of it are in use.
+        """
+        leaving = self._group(group)
+        if not leaving.retired or leaving.used_count:
+            raise ValueError(
+                f"slab group {group} is in service: {leaving.used_count} slots are in use"
+                if leaving.retired
+                else f"slab group {group} is not retired"
+            )
+        assert self._builder is not None
+        del self._groups[group]
+        self._allocated_bytes -= leaving.info.capacity_bytes
+        for slab in leaving.slabs:
+            slab.unlink()
+        # Before the next group is made: the same thread does both.
+        self._builder.submit(_discard, leaving.slabs)
+
+    async def read(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Copy blocks into buffers and check their digests.
+
+        Raises:
+            TierClosed: the tier is closed.
+            ValueError: a slot is not allocated, or a buffer does not fit; nothing was copied.
+        """
+        return await self._copy(transfers, to_pool=False)
+
+    async def write(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Copy blocks from buffers into the pool.
+
+        Raises:
+            TierClosed: the tier is closed.
+            ValueError: a slot is not allocated, or a buffer does not fit; nothing was copied.
+        """
+        return await self._copy(transfers, to_pool=True)
+
+    async def sync(self) -> None:
+        """Return at once: memory is as durable as it can be.
+
+        Raises:
+            TierClosed: the tier is closed.
+        """
+        if not self._open:
+            raise TierClosed("host", "the pool is closed")
+
+    async def _copy(self, transfers: Sequence[Transfer], *, to_pool: bool) -> list[Outcome]:
+        if not self._open or self._copier is None:
+            raise TierClosed("host", "the pool is closed")
+        inside: list[int] = []
+        outside: list[int] = []
+        lengths: list[int] = []
+        for transfer in transfers:
+            self._check(transfer)
+            inside += self.addresses(transfer.slot)
+            outside += map(_address, transfer.buffers)
+            lengths += transfer.lengths
+
+        def work() -> list[Outcome]:
+            pool, buffers = np.array(inside, np.uint64), np.array(outside, np.uint64)
+            to, source = (pool, buffers) if to_pool else (buffers, pool)
+            copy_batch(to, source, np.array(lengths, np.uint64))
+            if to_pool:
+                return [Outcome.OK] * len(transfers)
+            return [_verify(transfer) for transfer in transfers]
+
+        loop = asyncio.get_running_loop()
+        return await _undisturbed(loop.run_in_executor(self._copier, work))
+
+    def _check(self, transfer: Transfer) -> None:
+        group = self._group(transfer.slot.group)
+        group.check_taken([transfer.slot.index])
+        shape = group.info.shape
+        if not len(transfer.buffers) == len(transfer.lengths) == shape.shards:
+            raise ValueError(f"{len(transfer.buffers)} buffers for {shape.shards} shards")
+        for buffer, length in zip(transfer.buffers, transfer.lengths, strict=True):
+            if not 0 <= length <= min(shape.slot_bytes, buffer.nbytes):
+                raise ValueError(
+                    f"{length} bytes do not fit: the slot has {shape.slot_bytes}, "
+                    f"the buffer {buffer.nbytes}"
+                )
+
+
+def _address(buffer: memoryview) -> int:
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def _verify(transfer: Transfer) -> Outcome:
+    if transfer.digests is None:
+        return Outcome.OK
+    found = digest_shards(transfer.buffers, transfer.lengths)
+    return Outcome.OK if found == tuple(transfer.digests) else Outcome.CORRUPT
+
+
+def _discard(slabs: Sequence[Slab]) -> None:
+    """Unlink and unmap. Blocks for about 60 ms per GiB."""
+    for slab in slabs:
+        slab.unlink()
+        if not slab.close():
+            _log.warning("%s is removed while its memory is still in use", slab.info.path.name)
+
+
+async def _undisturbed(future: asyncio.Future[_T]) -> _T:
+    """Wait for the future to the end, then raise CancelledError if the caller was cancelled."""
+    cancelled = False
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        future.exception()  # retrieved: the caller does not want to know
+        raise asyncio.CancelledError
+    return future.result()

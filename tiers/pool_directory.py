@@ -1,0 +1,84 @@
+"""The pool's directory: one daemon run, one fresh directory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from kvstore.errors import ConfigError
+from kvstore.tiers.control import CONTROL_NAME
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["create_pool", "remove_pool", "remove_stale_pools", "slab_path"]
+
+_log = logging.getLogger(__name__)
+
+
+def slab_path(directory: Path, group: int, shard: int) -> Path:
+    """Return where a slab lies."""
+    return directory / f"slab-{group}-{shard}"
+
+
+def create_pool(directory: Path) -> None:
+    """Create the directory, for its owner alone.
+
+    Raises:
+        ConfigError: it exists, or its parent does not or is not writable.
+    """
+    try:
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        raise ConfigError(f"pool directory {directory} exists already") from None
+    except OSError as error:
+        raise ConfigError(f"cannot create pool directory {directory}: {error.strerror}") from error
+
+
+def remove_pool(directory: Path) -> None:
+    """Remove slabs, control file and directory. What does not belong there stays, with a warning.
+
+    Nothing happens when the directory is gone. Processes that map the slabs keep their memory.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        for path in directory.iterdir():
+            if path.name.startswith("slab-") or path.name == CONTROL_NAME:
+                path.unlink(missing_ok=True)
+        try:
+            directory.rmdir()
+        except OSError as error:
+            _log.warning("cannot remove pool directory %s: %s", directory, error.strerror)
+
+
+def remove_stale_pools(root: Path, prefix: str, keep: Path) -> list[Path]:
+    """Remove the pools that dead daemons of this state directory left.
+
+    The caller holds the state directory's lock, so that nobody else's pool has this prefix.
+
+    Args:
+        root: directory of the pools, e.g. ``/dev/shm``; anybody may create names there.
+        prefix: start of this state directory's pool names; not empty.
+        keep: the pool in use.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        ValueError: the prefix is empty.
+    """
+    if not prefix:
+        raise ValueError("an empty prefix names every directory")
+    removed = []
+    for path in sorted(root.iterdir()):
+        if not path.name.startswith(prefix) or path == keep:
+            continue
+        status = path.lstat()  # never through a link that another user planted
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            continue
+        remove_pool(path)
+        if not path.exists():
+            removed.append(path)
+    return removed

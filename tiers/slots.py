@@ -1,0 +1,87 @@
+"""The slots of one slab group: which are free, and their generations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.tiers.slab import Slab, SlabGroup
+
+__all__ = ["GroupSlots"]
+
+
+class GroupSlots:
+    """Free list and generations of a group. Event loop's thread only.
+
+    Attributes:
+        info: the group, as announced.
+        slabs: one per shard.
+        retired: its free slots are withdrawn.
+        used_count: slots that are allocated.
+    """
+
+    __slots__ = ("_free", "_generations", "_taken", "info", "retired", "slabs", "used_count")
+
+    def __init__(self, info: SlabGroup, slabs: Sequence[Slab]) -> None:
+        """All slots are free, at generation 0."""
+        self.info = info
+        self.slabs = slabs
+        self.retired = False
+        self.used_count = 0
+        # Taken from the end: low indices first, and what was freed last is warm in the caches.
+        self._free = list(range(info.slots - 1, -1, -1))
+        self._taken = bytearray(info.slots)
+        # The headers are writable by every client: this copy is the one that counts.
+        self._generations = [0] * info.slots
+
+    @property
+    def free_count(self) -> int:
+        """Slots that `take` could give."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Take up to `count` slots and raise their generations in every shard's header."""
+        count = min(count, len(self._free))
+        if count <= 0:
+            return []
+        indices = self._free[-count:][::-1]
+        del self._free[-count:]
+        generations = self._generations
+        for index in indices:
+            self._taken[index] = 1
+            generations[index] += 1
+        self.used_count += count
+        at = np.array(indices, np.intp)
+        raised = np.array([generations[index] for index in indices], np.uint64)
+        for slab in self.slabs:
+            slab.set_generations(at, raised)
+        return indices
+
+    def generation(self, index: int) -> int:
+        """Return a slot's generation; 0 when it was never taken."""
+        return self._generations[index]
+
+    def check_index(self, index: int) -> None:
+        """Raise ValueError if the group has no such slot."""
+        if not 0 <= index < self.info.slots:
+            raise ValueError(f"slab group {self.info.group} has no slot {index}")
+
+    def check_taken(self, indices: Sequence[int]) -> None:
+        """Raise ValueError if a slot is not allocated, or named twice."""
+        for index in indices:
+            self.check_index(index)
+            if not self._taken[index]:
+                raise ValueError(f"slot {index} of slab group {self.info.group} is not allocated")
+        if len(set(indices)) != len(indices):
+            raise ValueError(f"a slot of slab group {self.info.group} is named twice")
+
+    def give_back(self, indices: Sequence[int]) -> None:
+        """Free slots that `check_taken` has accepted."""
+        for index in indices:
+            self._taken[index] = 0
+        self._free += reversed(indices)
+        self.used_count -= len(indices)

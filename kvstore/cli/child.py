@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, Self
 
 from kvstore.errors import KVStoreError
 
@@ -190,12 +190,13 @@ class ChildDaemon:
         self._child = Child("kvstore daemon", command, directory / f"{log_name}.log")
         try:
             line = self._child.line(timeout_s=30)
-            self.start_seconds = time.monotonic() - begin
-            if not line.startswith("kvstore ready "):
-                raise ChildError(f"kvstore daemon printed {line!r} instead of its ready line")
         except BaseException:
             self._child.kill()
             raise
+        self.start_seconds = time.monotonic() - begin
+        if not line.startswith("kvstore ready "):
+            self._child.kill()
+            raise ChildError(f"kvstore daemon printed {line!r} instead of its ready line")
         pairs = (word.partition("=") for word in line.split()[2:])
         self.ready = {name: value for name, _, value in pairs}
 
@@ -208,7 +209,7 @@ class ChildDaemon:
         """Stop it as an operator would, and return its exit code."""
         return self._child.stop(timeout_s=40)
 
-    def __enter__(self) -> ChildDaemon:
+    def __enter__(self) -> Self:
         """Use as a context manager."""
         return self
 

@@ -18,7 +18,7 @@ def _flag(names: str, text: str, panel: str, metavar: str | None = None) -> Any:
     return typer.Option(names, help=text, rich_help_panel=panel, metavar=metavar)
 
 
-def serve(  # noqa: PLR0913 - one parameter a flag
+def serve(
     listen: Annotated[
         list[str] | None,
         _flag(

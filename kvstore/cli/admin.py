@@ -1,0 +1,59 @@
+"""`kvstore flush` and `kvstore drain`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvstore.cli.connect import AddressOption, JsonOption, connect
+from kvstore.units import parse_seconds
+
+__all__ = ["register"]
+
+TimeoutOption = Annotated[
+    str, typer.Option("--timeout", metavar="DURATION", help="How long it may take.")
+]
+
+
+def flush(
+    address: AddressOption = None, as_json: JsonOption = False, timeout: TimeoutOption = "60s"
+) -> int:
+    """Write everything committed so far to disk."""
+    from kvstore.cli.output import print_json
+    from kvstore.cli.plain import plain
+
+    with connect(address) as client:
+        result = plain(client.flush(parse_seconds(timeout)))
+    if as_json:
+        print_json(result)
+    else:
+        state = "everything is on disk" if result["done"] else "the time ran out"
+        print(f"{state}: {result['blocks']} blocks written, {result['skipped']} skipped")
+        for block in result["skipped_blocks"][:10]:
+            print(f"  skipped {block['key']}: {block['reason']}")
+    return 0 if result["done"] and not result["skipped"] else 1
+
+
+def drain(
+    address: AddressOption = None, as_json: JsonOption = False, timeout: TimeoutOption = "60s"
+) -> int:
+    """Stop storing, let writers finish, and flush; reading goes on."""
+    from kvstore.cli.output import print_json
+    from kvstore.cli.plain import plain
+
+    with connect(address) as client:
+        result = plain(client.drain(parse_seconds(timeout)))
+    if as_json:
+        print_json(result)
+    elif result["done"]:
+        print("drained: nothing is being stored, everything is on disk")
+    else:
+        print(f"not drained yet: {result['grants']} grants are outstanding")
+    return 0 if result["done"] else 1
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("flush")(flush)
+    app.command("drain")(drain)

@@ -1,0 +1,184 @@
+"""`kvstore pin`, `unpin`, `evict` and `prefetch`: acts on chosen blocks of one space."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvstore.cli.connect import AddressOption, JsonOption, connect, find_space
+from kvstore.errors import InvalidRequest
+from kvstore.keys import HASH_ALGORITHMS, Keys, chain_keys
+from kvstore.units import parse_seconds
+
+if TYPE_CHECKING:
+    from kvstore.space import SpaceSpec
+
+__all__ = ["register"]
+
+SpaceOption = Annotated[
+    str,
+    typer.Option(
+        "--space", "-s", metavar="ID", help="The space's id, or its start (`kvstore spaces`)."
+    ),
+]
+KeysArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY]...", help="Keys in hexadecimal, in chain order."),
+]
+TokensOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tokens",
+        metavar="FILE",
+        help="Take the keys of a prompt instead: a file of token ids between spaces or commas.",
+    ),
+]
+AllOption = Annotated[bool, typer.Option("--all", help="Take every block of the space.")]
+
+
+def _prompt_keys(file: Path, spec: SpaceSpec) -> Keys:
+    if spec.hash_algorithm not in HASH_ALGORITHMS:
+        raise InvalidRequest(
+            "tokens", f"the space's keys are made by the engine ({spec.hash_algorithm}): give keys"
+        )
+    try:
+        words = file.read_text().replace(",", " ").split()
+    except (OSError, UnicodeDecodeError) as e:
+        raise InvalidRequest("tokens", f"cannot read {file}: {e}") from e
+    try:
+        tokens = [int(word) for word in words]
+    except ValueError as e:
+        raise InvalidRequest("tokens", f"{file}: {e}") from e
+    keys = chain_keys(tokens, spec.block_tokens, algorithm=spec.hash_algorithm)
+    if not keys:
+        raise InvalidRequest(
+            "tokens", f"{len(tokens)} tokens fill no block of {spec.block_tokens} tokens"
+        )
+    return keys
+
+
+def chosen_keys(
+    listed: list[str] | None, tokens: Path | None, everything: bool, spec: SpaceSpec
+) -> Keys | None:
+    """Return the keys that a command line names; None for every block of the space.
+
+    Raises:
+        InvalidRequest: it names none, names them in two ways, or one is no key of the space.
+    """
+    if sum((bool(listed), tokens is not None, everything)) != 1:
+        raise InvalidRequest("keys", "give keys, or --tokens FILE, or --all")
+    if everything:
+        return None
+    if tokens is not None:
+        return _prompt_keys(tokens, spec)
+    try:
+        raw = [bytes.fromhex(key) for key in listed or ()]
+    except ValueError as e:
+        raise InvalidRequest("keys", f"not hexadecimal: {e}") from e
+    return Keys.of(raw, spec.key_bytes)
+
+
+def _report(as_json: bool, line: str, **values: Any) -> None:
+    from kvstore.cli.output import print_json
+
+    if as_json:
+        print_json(values)
+    else:
+        print(line)
+
+
+def pin(
+    space: SpaceOption,
+    keys: KeysArgument = None,
+    tokens: TokensOption = None,
+    ttl: Annotated[
+        str, typer.Option("--for", metavar="DURATION", help="Unpin by itself after this long.")
+    ] = "0",
+    address: AddressOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep a chain of blocks from being evicted."""
+    with connect(address) as client:
+        opened = find_space(client, space)
+        chain = chosen_keys(keys, tokens, False, opened.spec)
+        assert chain is not None
+        pinned = opened.pin(chain, ttl_s=parse_seconds(ttl))
+    _report(
+        as_json,
+        f"{pinned} of {len(chain)} blocks are pinned now",
+        pinned_blocks=pinned,
+        keys=len(chain),
+    )
+
+
+def unpin(
+    space: SpaceOption,
+    keys: KeysArgument = None,
+    tokens: TokensOption = None,
+    everything: AllOption = False,
+    address: AddressOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let blocks be evicted again."""
+    with connect(address) as client:
+        opened = find_space(client, space)
+        unpinned = opened.unpin(chosen_keys(keys, tokens, everything, opened.spec))
+    _report(as_json, f"unpinned {unpinned} blocks", unpinned_blocks=unpinned)
+
+
+def evict(
+    space: SpaceOption,
+    keys: KeysArgument = None,
+    tokens: TokensOption = None,
+    everything: AllOption = False,
+    tier: Annotated[
+        str | None, typer.Option("--tier", help="Only from host or disk; every tier without it.")
+    ] = None,
+    address: AddressOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Drop blocks now."""
+    with connect(address) as client:
+        opened = find_space(client, space)
+        evicted, skipped = opened.evict(chosen_keys(keys, tokens, everything, opened.spec), tier)
+    kept = f"; {skipped} stay (in use, pinned, or below a block that stays)" if skipped else ""
+    _report(as_json, f"removed {evicted} copies{kept}", copies=evicted, skipped=skipped)
+
+
+def prefetch(
+    space: SpaceOption,
+    keys: KeysArgument = None,
+    tokens: TokensOption = None,
+    wait: Annotated[
+        str, typer.Option("--wait", metavar="DURATION", help="How long to wait for them.")
+    ] = "30s",
+    address: AddressOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring a chain of blocks from disk into host memory."""
+    wait_s = parse_seconds(wait)
+    with connect(address) as client:
+        opened = find_space(client, space)
+        chain = chosen_keys(keys, tokens, False, opened.spec)
+        assert chain is not None
+        ticket = opened.prefetch(chain, tier="host", deadline_s=wait_s)
+        blocks = ticket.wait(wait_s)
+    _report(
+        as_json,
+        f"{blocks} of {len(chain)} blocks are in memory now",
+        blocks=blocks,
+        keys=len(chain),
+    )
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for name, command in (
+        ("pin", pin),
+        ("unpin", unpin),
+        ("evict", evict),
+        ("prefetch", prefetch),
+    ):
+        app.command(name)(command)

@@ -502,7 +502,7 @@ def _verify(transfer: Transfer) -> Outcome:
 
 
 def _discard(slabs: Sequence[Slab]) -> None:
-    """Unlink and unmap. Blocks for about 60 ms per GiB."""
+    """Unlink and unmap. Blocks for about 0.25 s per GiB."""
     for slab in slabs:
         slab.unlink()
         if not slab.close():

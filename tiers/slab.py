@@ -126,7 +126,7 @@ class Slab:
     def create(
         cls, path: Path, *, slots: int, slot_bytes: int, shard: int, populate_threads: int
     ) -> Slab:
-        """Create the file and take all its memory. Blocks for about 0.2 s per GiB; any thread.
+        """Create the file and take all its memory. Blocks for about 0.5 s per GiB; any thread.
 
         Raises:
             OSError: no room (ENOSPC, ENOMEM), or the file exists; nothing is left behind.

@@ -6,7 +6,7 @@ Run as a program by `kvstore.index.lmdb_recovery`, with one JSON argument:
 
 It prints one JSON object and exits with 0: the fields of `CheckResult`, or "path" and "version"
 if the format is another release's. Whatever else it does means that the walk failed. It imports
-next to nothing, because a daemon waits for it.
+little, because a daemon waits for it.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ def walk(source: Path, target: Path | None = None) -> CheckResult:
             copied = True
         except StoreDamaged:
             # No room, perhaps. The verdict is about the source: walk it all the same.
+            env.close()
             return walk(source)
         finally:
             copy.close()

@@ -36,14 +36,12 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import xxhash
 
 from kvstore.errors import FormatVersionError, InvalidRequest
-
-if TYPE_CHECKING:
-    from kvstore.space import SpaceSpec
+from kvstore.space import SpaceSpec
 
 __all__ = [
     "BLOCKS",
@@ -275,9 +273,6 @@ def decode_space(number: int, value: bytes, path: str = "record") -> SpaceRecord
             fingerprint that was written with it.
         FormatVersionError: another release's format.
     """
-    # Here alone, because importing it costs the child that walks the environment 80 ms.
-    from kvstore.space import SpaceSpec
-
     space_id = space_id_of(value)
     _checked(space_id, _NUMBER.pack(number), value, path)
     _, flags, epoch = _SPACE.unpack_from(value)

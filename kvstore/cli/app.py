@@ -9,19 +9,22 @@ nor `kvstore stats` for the server.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Final
 
 import typer
 
 from kvstore import __version__
-from kvstore.cli import admin, bench, blocks, demo, serve, stats
+from kvstore.cli import admin, blocks, serve, stats
+from kvstore.cli.bench import command as bench
+from kvstore.cli.demo import command as demo
 from kvstore.errors import KVStoreError
 
 __all__ = ["app", "main"]
 
 # What the parser raises for a wrong command line; typer has no public name for it.
-_USAGE_ERROR: Final[type] = typer.BadParameter.__mro__[1]
+_USAGE_ERROR: Final[type[Exception]] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="kvstore",
@@ -75,12 +78,12 @@ def main(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:
-        # The reader of our output went away (`kvstore stats | head`).
-        sys.stdout = None  # type: ignore[assignment] # nothing is left to flush at exit
+        # The reader of our output went away (`kvstore stats | head`): what is left of it, and
+        # the flush at exit, go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as e:
-        if not isinstance(e, _USAGE_ERROR):
-            raise
-        print(f"kvstore: {e.format_message()} (try --help)".replace("\n", " "), file=sys.stderr)
+    except _USAGE_ERROR as e:
+        problem = e.format_message() if hasattr(e, "format_message") else str(e)
+        print(f"kvstore: {problem} (try --help)".replace("\n", " "), file=sys.stderr)
         return 2
     return result if isinstance(result, int) else 0

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from kvstore.cli.connect import AddressOption, JsonOption, connect, find_space
 from kvstore.errors import InvalidRequest
 from kvstore.keys import HASH_ALGORITHMS, Keys, chain_keys
+from kvstore.space import SpaceSpec
 from kvstore.units import parse_seconds
-
-if TYPE_CHECKING:
-    from kvstore.space import SpaceSpec
 
 __all__ = ["register"]
 
@@ -94,8 +92,9 @@ def pin(
     keys: KeysArgument = None,
     tokens: TokensOption = None,
     ttl: Annotated[
-        str, typer.Option("--for", metavar="DURATION", help="Unpin by itself after this long.")
-    ] = "0",
+        str | None,
+        typer.Option("--for", metavar="DURATION", help="Unpin by itself after this long."),
+    ] = None,
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -104,7 +103,7 @@ def pin(
         opened = find_space(client, space)
         chain = chosen_keys(keys, tokens, False, opened.spec)
         assert chain is not None
-        pinned = opened.pin(chain, ttl_s=parse_seconds(ttl))
+        pinned = opened.pin(chain, ttl_s=None if ttl is None else parse_seconds(ttl))
     _report(
         as_json,
         f"{pinned} of {len(chain)} blocks are pinned now",
@@ -142,9 +141,14 @@ def evict(
     """Drop blocks now."""
     with connect(address) as client:
         opened = find_space(client, space)
-        evicted, skipped = opened.evict(chosen_keys(keys, tokens, everything, opened.spec), tier)
-    kept = f"; {skipped} stay (in use, pinned, or below a block that stays)" if skipped else ""
-    _report(as_json, f"removed {evicted} copies{kept}", copies=evicted, skipped=skipped)
+        result = opened.evict(chosen_keys(keys, tokens, everything, opened.spec), tier)
+    kept = f"; {result.skipped} stay (in use, pinned, or below a block that stays)"
+    _report(
+        as_json,
+        f"removed {result.copies} copies{kept if result.skipped else ''}",
+        copies=result.copies,
+        skipped=result.skipped,
+    )
 
 
 def prefetch(

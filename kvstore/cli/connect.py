@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvstore.cli.plain import plain
 from kvstore.errors import InvalidRequest, ServerUnavailable
+from kvstore.space import SpaceSpec
 
 if TYPE_CHECKING:
     from kvstore.client import Client, Space
@@ -39,12 +42,15 @@ def connect(address: str | None) -> Iterator[Client]:
     # Imported late: `kvstore serve` and `--help` do without the client.
     from kvstore.client import Client
 
-    try:
-        with Client(address) as client:
+    with Client(address, name=f"kvstore command:{os.getpid()}") as client:
+        try:
             yield client
-    except ServerUnavailable as e:
-        listen = f" --listen {address}" if address else ""
-        raise ServerUnavailable(f"{e}; start one with `kvstore serve{listen}`") from e
+        except ServerUnavailable as e:
+            listen = f" --listen {address}" if address else ""
+            raise ServerUnavailable(
+                f"no daemon answers at {client.link.address}; "
+                f"start one with `kvstore serve{listen}`"
+            ) from e
 
 
 def find_space(client: Client, prefix: str) -> Space:
@@ -54,18 +60,11 @@ def find_space(client: Client, prefix: str) -> Space:
         InvalidRequest: no space has such an id, or several have.
     """
     wanted = prefix.lower()
-    found: list[Any] = [s for s in client.spaces() if s.space.id.hex().startswith(wanted)]
+    found = [info for info in client.spaces() if info.space.id.hex().startswith(wanted)]
     if not wanted or not found:
         raise InvalidRequest(
             "space", f"no space's id starts with {prefix!r} (see `kvstore spaces`)"
         )
     if len(found) > 1:
         raise InvalidRequest("space", f"{len(found)} spaces' ids start with {prefix!r}: write more")
-    return client.open_space(spec_from(found[0]))
-
-
-def spec_from(info: Any) -> Any:
-    """Return the spec of a listed space."""
-    from kvstore.wire import spec_from_message
-
-    return spec_from_message(info.spec)
+    return client.open_space(SpaceSpec(**plain(found[0].spec)))

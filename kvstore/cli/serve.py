@@ -9,13 +9,9 @@ import typer
 
 __all__ = ["register"]
 
-_SERVER = "Server"
-_MEMORY = "Memory and disk"
-_CLIENTS = "Clients"
 
-
-def _flag(names: str, text: str, panel: str, metavar: str | None = None) -> Any:
-    return typer.Option(names, help=text, rich_help_panel=panel, metavar=metavar)
+def _flag(names: str, text: str, metavar: str | None = None) -> Any:
+    return typer.Option(names, help=text, metavar=metavar)
 
 
 def serve(
@@ -24,78 +20,73 @@ def serve(
         _flag(
             "--listen",
             "Address to serve on: unix:///path or loopback host:port; repeatable.",
-            _SERVER,
             "ADDRESS",
         ),
     ] = None,
     state: Annotated[
-        str | None, _flag("--state", "State directory (lock, sockets, index).", _SERVER, "DIR")
+        str | None, _flag("--state", "State directory (lock, sockets, index).", "DIR")
     ] = None,
     config: Annotated[
         Path | None,
-        _flag("--config", "TOML file with the same settings; flags win.", _SERVER, "FILE"),
+        _flag("--config", "TOML file with the same settings; flags win.", "FILE"),
     ] = None,
     metrics: Annotated[
         str | None,
-        _flag("--metrics", "Serve Prometheus metrics on this host:port.", _SERVER, "ADDRESS"),
+        _flag("--metrics", "Serve Prometheus metrics on this host:port.", "ADDRESS"),
     ] = None,
     stop_timeout: Annotated[
-        str | None, _flag("--stop-timeout", "How long a stop may flush.", _SERVER, "SECONDS")
+        str | None, _flag("--stop-timeout", "How long a stop may flush.", "SECONDS")
     ] = None,
     log_level: Annotated[
-        str | None, _flag("--log-level", "debug, info, warning or error.", _SERVER, "LEVEL")
+        str | None, _flag("--log-level", "debug, info, warning or error.", "LEVEL")
     ] = None,
-    log_format: Annotated[
-        str | None, _flag("--log-format", "text or json.", _SERVER, "FORMAT")
-    ] = None,
+    log_format: Annotated[str | None, _flag("--log-format", "text or json.", "FORMAT")] = None,
     host_pool: Annotated[
         str | None,
-        _flag("--host-pool", "Host memory to take, e.g. 8GiB, or auto.", _MEMORY, "SIZE"),
+        _flag("--host-pool", "Host memory to take, e.g. 8GiB, or auto.", "SIZE"),
     ] = None,
     disk: Annotated[
-        str | None, _flag("--disk", "Directory of the disk tier; none without it.", _MEMORY, "DIR")
+        str | None, _flag("--disk", "Directory of the disk tier; none without it.", "DIR")
     ] = None,
     disk_capacity: Annotated[
         str | None,
-        _flag("--disk-capacity", "Disk to take; 80 % of what is free.", _MEMORY, "SIZE"),
+        _flag("--disk-capacity", "Disk to take; 80 % of what is free.", "SIZE"),
     ] = None,
     gpu_pool: Annotated[
-        str | None, _flag("--gpu-pool", "GPU memory to take; only 0 for now.", _MEMORY, "SIZE")
+        str | None, _flag("--gpu-pool", "GPU memory to take; only 0 for now.", "SIZE")
     ] = None,
     write_policy: Annotated[
         str | None,
         _flag(
             "--write-policy",
             "Write blocks to disk soon (through) or when they leave memory (evict).",
-            _MEMORY,
             "POLICY",
         ),
     ] = None,
     io_threads: Annotated[
-        int | None, _flag("--io-threads", "Threads of the disk tier.", _MEMORY, "N")
+        int | None, _flag("--io-threads", "Threads of the disk tier.", "N")
     ] = None,
     discard_host: Annotated[
         bool | None,
         _flag(
             "--discard-host/--keep-host",
             "Ignore the host contents that the last run saved.",
-            _MEMORY,
         ),
     ] = None,
     lease_ttl: Annotated[
         str | None,
-        _flag("--lease-ttl", "Silence after which a client's leases end.", _CLIENTS, "SECONDS"),
+        _flag("--lease-ttl", "Silence after which a client's leases end.", "SECONDS"),
     ] = None,
     heartbeat: Annotated[
-        str | None, _flag("--heartbeat", "How often clients report.", _CLIENTS, "SECONDS")
+        str | None, _flag("--heartbeat", "How often clients report.", "SECONDS")
     ] = None,
     lease_cap: Annotated[
         str | None,
-        _flag("--lease-cap", "Most bytes one client may lease.", _CLIENTS, "SIZE"),
+        _flag("--lease-cap", "Most bytes one client may lease.", "SIZE"),
     ] = None,
     grant_cap: Annotated[
         str | None,
-        _flag("--grant-cap", "Most bytes one client may be granted.", _CLIENTS, "SIZE"),
+        _flag("--grant-cap", "Most bytes one client may be granted.", "SIZE"),
     ] = None,
 ) -> int:
     """Run the daemon; it prints one line once it serves.

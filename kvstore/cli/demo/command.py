@@ -18,15 +18,23 @@ _CHECKOUT_MODEL = Path(__file__).resolve().parents[3] / ".cache" / "smollm2-fp32
 
 def demo(
     model: Annotated[
-        Path, typer.Option("--model", help="Directory of a Hugging Face checkpoint.")
+        Path,
+        typer.Option(
+            "--model",
+            metavar="DIR",
+            help="A Hugging Face checkpoint; `make demo` brings SmolLM2-135M.",
+            show_default=False,
+        ),
     ] = _CHECKOUT_MODEL,
     directory: Annotated[
         Path | None,
-        typer.Option("--dir", help="Where to put the scratch directory (about 1 GB)."),
+        typer.Option(
+            "--dir", metavar="DIR", help="Where to put the scratch directory (about 1 GB)."
+        ),
     ] = None,
-    prompts: Annotated[int, typer.Option(min=5, max=50, help="Prompts per row.")] = 6,
+    prompts: Annotated[int, typer.Option(min=5, max=50, metavar="N", help="Prompts per row.")] = 6,
     prompt_tokens: Annotated[
-        int, typer.Option(min=256, max=8000, help="Tokens of each prompt.")
+        int, typer.Option(min=256, max=8000, metavar="N", help="Tokens of each prompt.")
     ] = 1500,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON; progress on stderr.")

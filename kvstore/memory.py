@@ -292,9 +292,6 @@ def copy_batch(destinations: U64Array, sources: U64Array, lengths: U64Array | in
         if isinstance(lengths, int)
         else np.ascontiguousarray(lengths, np.uint64)
     )
-    if not size.all():
-        some = size > 0
-        dst, src, size = dst[some], src[some], size[some]
     dst, src, size = _coalesce(dst, src, size)
     if len(size) and int(size.sum()) >= len(size) * _ONE_BY_ONE_BYTES:
         done = _copy_one_by_one(dst, src, size)

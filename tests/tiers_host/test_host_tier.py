@@ -24,6 +24,7 @@ from kvstore.memory import Mapping, copy_batch
 from kvstore.space import BlockShape
 from kvstore.tiers.base import Outcome, Slot, Transfer
 from kvstore.tiers.host import HostTier, remove_stale_pools
+from kvstore.tiers.pool_limits import Room
 from kvstore.tiers.slab import Slab, SlabGroup, SlabInfo, group_slots
 from kvstore.units import GIB, KIB, MIB
 
@@ -503,6 +504,70 @@ def test_closing_while_a_group_is_being_made_leaves_nothing(
 
     _run(body)
     assert list(root.iterdir()) == []
+
+
+def test_a_loop_that_ends_while_a_group_is_being_made_leaves_no_memory_behind(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.posix_fallocate
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(fd: int, offset: int, length: int) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        real(fd, offset, length)
+
+    async def body() -> None:
+        monkeypatch.setattr(os, "posix_fallocate", slow)
+        async with _pool(root, 1 * MIB) as tier:
+            tier.want(_WIDE, 1)
+            await asyncio.to_thread(begun.wait, 30)
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.sleep(0.01)
+            assert not any(task.done() for task in others)
+            go_on.set()
+            await asyncio.wait(others)
+            assert not tier.allocating
+            assert tier.usage().allocated_bytes == 0
+            assert list(tier.directory.iterdir()) == []
+
+    _run(body)
+
+
+def test_memory_that_is_not_there_is_not_even_asked_for(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taking it would call for the out-of-memory killer."""
+
+    async def body() -> None:
+        async with _pool(root, 1 * MIB) as tier:
+            listener = _Listener(tier)
+            scarce = Room(1 * GIB, 1 * GIB, _GROUP - 1)
+            monkeypatch.setattr("kvstore.tiers.host.memory_room", lambda _: scarce)
+            monkeypatch.setattr("kvstore.tiers.host.Slab.create", None)
+            tier.want(_SMALL, 16)
+            assert await listener.settled() == []
+            assert tier.state.startswith("degraded: no memory")
+
+    _run(body)
+
+
+def test_slabs_are_left_out_of_forked_children(root: Path) -> None:
+    async def body() -> None:
+        async with _pool(root, 1 * MIB) as tier:
+            tier.want(_SMALL, 1)
+            await _Listener(tier).settled()
+            (address,) = tier.addresses(tier.allocate(_SMALL, 1)[0])
+            smaps = Path("/proc/self/smaps").read_text()
+            # The slot lies one page behind the start of its mapping.
+            flags = (
+                smaps.split(f"{address - 4096:x}-", 1)[1].split("VmFlags:", 1)[1].splitlines()[0]
+            )
+            assert "dc" in flags.split()
+
+    _run(body)
 
 
 def _buffers(shape: BlockShape, seed: int) -> tuple[memoryview, ...]:

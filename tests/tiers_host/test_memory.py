@@ -50,12 +50,15 @@ def _refuse(number: int) -> Any:
     return call
 
 
+_LIBC = memory._libc
+
+
 class _Libc:
     """The C library with one function replaced."""
 
     def __init__(self, **replaced: Any) -> None:
         self._replaced = replaced
-        self._real = memory._libc
+        self._real = _LIBC
 
     def __getattr__(self, name: str) -> Any:
         return self._replaced.get(name) or getattr(self._real, name)
@@ -228,10 +231,26 @@ def test_populate_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch, kernel: s
 
 def test_populate_reports_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:
     mapping = _mapping(1 * MIB)
-    monkeypatch.setattr(memory, "_libc", _Libc(madvise=_refuse(errno.ENOMEM)))
-    with pytest.raises(OSError, match="populating") as caught:
-        mapping.populate(2)
-    assert caught.value.errno == errno.ENOMEM
+    # EFAULT is where touching the page would be SIGBUS: the file system is full.
+    for number, reported in ((errno.ENOMEM, errno.ENOMEM), (errno.EFAULT, errno.ENOSPC)):
+        monkeypatch.setattr(memory, "_libc", _Libc(madvise=_refuse(number)))
+        with pytest.raises(OSError, match="populating") as caught:
+            mapping.populate(2)
+        assert caught.value.errno == reported
+    mapping.close()
+
+
+def test_an_old_kernel_touches_nothing_that_is_not_reserved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fd = os.memfd_create("sparse")
+    os.ftruncate(fd, 4 * MIB)
+    mapping = Mapping(fd, 4 * MIB)
+    monkeypatch.setattr(memory, "_libc", _Libc(madvise=_refuse(errno.EINVAL)))
+    assert mapping.populate(2, reserved=False) is False
+    assert os.fstat(fd).st_blocks == 0
+    assert mapping.populate(2) is True
+    os.close(fd)
     mapping.close()
 
 

@@ -133,7 +133,13 @@ class Attachment:
     """
 
     def __init__(
-        self, link: Link, *, name: str, timeout_s: float, shards: Sequence[int] = ()
+        self,
+        link: Link,
+        *,
+        name: str,
+        timeout_s: float,
+        shards: Sequence[int] = (),
+        map_memory: bool = True,
     ) -> None:
         """Prepare; `start` attaches.
 
@@ -142,12 +148,14 @@ class Attachment:
             name: of the client.
             timeout_s: for calls that do not wait on purpose.
             shards: shards that this process copies; empty: all.
+            map_memory: map the pool where that is possible.
         """
         self.name = name
         self.usage = UsageLog()
         self._link = link
         self._timeout_s = timeout_s
         self._shards = tuple(shards)
+        self._map_memory = map_memory
         self._state = threading.Condition()
         self._current: Incarnation | None = None
         self._call: Any = None
@@ -468,7 +476,11 @@ class Attachment:
             Whether to attach again at once.
         """
         hello = self._hello()
-        mapping = hello.machine_id == machine_id() and hello.boot_id != self._unmappable_boot
+        mapping = (
+            self._map_memory
+            and hello.machine_id == machine_id()
+            and hello.boot_id != self._unmappable_boot
+        )
         up = UpStream(self._beat)
         up.send(
             pb.AttachUp(

@@ -119,6 +119,12 @@ class Lease:
         if not growing:
             callback(self)
 
+    def forget(self, callback: Callable[[Lease], None]) -> None:
+        """Call it no more; nothing happens when it is not known."""
+        with self._changed:
+            if callback in self._callbacks:
+                self._callbacks.remove(callback)
+
     def release(self) -> None:
         """Give it back. Never blocks; calling it again does nothing."""
         with self._changed:

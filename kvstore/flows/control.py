@@ -1,0 +1,145 @@
+"""The flows that move no bytes through this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.attach import new_id
+from kvstore.errors import InvalidRequest
+from kvstore.flows.base import Deadline, milliseconds, parts
+from kvstore.flows.reading import Reading
+from kvstore.flows.writing import Writing
+from kvstore.keys import Keys
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.steps import Flow
+from kvstore.wire import MAX_KEYS, tier_value
+
+__all__ = ["Evicted", "SpaceFlows", "TicketParts"]
+
+# Most that one Prefetch call waits.
+_WAIT_SECONDS: Final = 2.0
+
+TicketParts = Sequence[tuple[int, Keys]]
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What an eviction did.
+
+    Attributes:
+        copies: removed.
+        skipped: leased, pinned, in transfer, or below a block that stays.
+    """
+
+    copies: int
+    skipped: int
+
+
+class SpaceFlows(Reading, Writing):
+    """All flows of one open space."""
+
+    def prefetch(
+        self, keys: Keys, tier: str, deadline_s: float | None, priority: int
+    ) -> Flow[TicketParts]:
+        """Ask for a leading run to be moved up."""
+        tickets = [(new_id(), part) for part in parts(keys)]
+        # Zero would mean no deadline.
+        deadline_ms = 0 if deadline_s is None else max(1, milliseconds(deadline_s))
+        for ticket_id, part in tickets:
+            request = pb.PrefetchRequest(
+                space=self._space.ref,
+                keys=part.packed,
+                tier=tier_value(tier),
+                ticket_id=ticket_id,
+                deadline_ms=deadline_ms,
+                priority=priority,
+            )
+            yield from self._rpc("Prefetch", request)
+        return tickets
+
+    def prefetched(self, tickets: TicketParts, tier: str, timeout_s: float) -> Flow[int]:
+        """Wait for a prefetch; return the leading run that has arrived."""
+        deadline, blocks = Deadline(timeout_s), 0
+        for ticket_id, part in tickets:
+            while True:
+                wait = min(deadline.left, _WAIT_SECONDS)
+                request = pb.PrefetchRequest(
+                    space=self._space.ref,
+                    keys=part.packed,
+                    tier=tier_value(tier),
+                    ticket_id=ticket_id,
+                    wait_ms=milliseconds(wait),
+                )
+                answer = yield from self._rpc("Prefetch", request, wait + self._timeout_s)
+                if answer.done or not deadline.left:
+                    break
+            blocks += answer.blocks
+            if answer.blocks < len(part):
+                break
+        return blocks
+
+    def cancel(self, tickets: TicketParts) -> Flow[None]:
+        """Forget a prefetch."""
+        request = pb.CancelPrefetchRequest(ticket_ids=[ticket_id for ticket_id, _ in tickets])
+        yield from self._rpc("CancelPrefetch", request)
+
+    def pin(self, keys: Keys, ttl_s: float | None) -> Flow[int]:
+        """Keep a leading run; return how long it is."""
+        if ttl_s is not None and ttl_s <= 0:
+            raise InvalidRequest("ttl_s", f"must be above 0, not {ttl_s}")
+        ttl_ms = 0 if ttl_s is None else max(1, round(ttl_s * 1e3))
+        blocks = 0
+        for part in parts(keys):
+            request = pb.PinRequest(space=self._space.ref, keys=part.packed, ttl_ms=ttl_ms)
+            answer = yield from self._rpc("Pin", request)
+            blocks += answer.blocks
+            if answer.blocks < len(part):
+                break
+        return blocks
+
+    def unpin(self, keys: Keys | None) -> Flow[int]:
+        """Unpin keys, or with None the whole space; return how many blocks were unpinned."""
+        blocks = 0
+        for packed in _all_or(keys):
+            request = pb.UnpinRequest(space=self._space.ref, keys=packed)
+            blocks += (yield from self._rpc("Unpin", request)).blocks
+        return blocks
+
+    def evict(self, keys: Keys | None, tier: str | None) -> Flow[Evicted]:
+        """Remove copies of keys, or with None of the whole space."""
+        copies = skipped = 0
+        for packed in _all_or(keys):
+            request = pb.EvictRequest(space=self._space.ref, keys=packed, tier=tier_value(tier))
+            answer = yield from self._rpc("Evict", request)
+            copies += answer.copies
+            skipped += answer.skipped
+        return Evicted(copies, skipped)
+
+    def bump_epoch(self) -> Flow[int]:
+        """End the epoch; return the next one. This handle is stale afterwards."""
+        request = pb.BumpEpochRequest(space=self._space.ref)
+        answer = yield from self._rpc("BumpEpoch", request)
+        epoch: int = answer.space.epoch
+        self._space.retire(f"epoch {self._space.ref.epoch} was ended by this handle")
+        return epoch
+
+    def explain(self, keys: Keys, request_id: str) -> Flow[pb.ExplainResponse]:
+        """Ask why a leading run ends where it ends; looks at the first 32,768 keys."""
+        request = pb.ExplainRequest(
+            space=self._space.ref,
+            keys=keys.packed[: MAX_KEYS * keys.key_bytes],
+            request_id=request_id,
+        )
+        answer: pb.ExplainResponse = yield from self._rpc("Explain", request)
+        return answer
+
+
+def _all_or(keys: Keys | None) -> Iterable[bytes]:
+    """Return the key fields that a call over `keys` needs; None is everything.
+
+    An empty run is nothing, although an empty field would mean everything. Tails come first: a
+    block is only removed when no child of it stays.
+    """
+    return [b""] if keys is None else [part.packed for part in reversed(parts(keys))]

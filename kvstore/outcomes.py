@@ -16,6 +16,7 @@ class CommitOutcome(IntEnum):
     PARENT_MISSING = 4
     UNKNOWN_SLOT = 5
     KEY_MISMATCH = 6
+    ABORTED = 7
 
 
 class Shortage(IntEnum):

@@ -22,6 +22,7 @@ class CommitOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PARENT_MISSING: _ClassVar[CommitOutcome]
     UNKNOWN_SLOT: _ClassVar[CommitOutcome]
     KEY_MISMATCH: _ClassVar[CommitOutcome]
+    ABORTED: _ClassVar[CommitOutcome]
 TIER_UNSPECIFIED: Tier
 TIER_GPU: Tier
 TIER_HOST: Tier
@@ -33,6 +34,7 @@ EXISTS: CommitOutcome
 PARENT_MISSING: CommitOutcome
 UNKNOWN_SLOT: CommitOutcome
 KEY_MISMATCH: CommitOutcome
+ABORTED: CommitOutcome
 
 class SpaceRef(_message.Message):
     __slots__ = ("id", "epoch")

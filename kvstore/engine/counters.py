@@ -1,0 +1,95 @@
+"""Counts and timings of one daemon run."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Counters", "Timing", "UsageCounts"]
+
+_SAMPLES = 4096
+
+
+@dataclass(slots=True)
+class UsageCounts:
+    """What clients report: see `Usage` in the contract. Tokens, bytes and counts."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    reused_tokens_gpu: int = 0
+    reused_tokens_host: int = 0
+    reused_tokens_disk: int = 0
+    local_tokens: int = 0
+    load_failures: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+
+    def add(self, other: UsageCounts) -> None:
+        """Add another count to this one."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Percentiles of the last 4,096 samples, seconds; `count` and `total` are of all."""
+
+    name: str
+    count: int
+    total: float
+    p50: float
+    p95: float
+    p99: float
+
+
+class Counters:
+    """Named counts, misses by reason, and timings."""
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self.counts: Counter[str] = Counter()
+        self.miss_blocks: Counter[str] = Counter()
+        self.miss_tokens: Counter[str] = Counter()
+        self._samples: dict[str, deque[float]] = {}
+        self._counts: Counter[str] = Counter()
+        self._seconds: dict[str, float] = {}
+
+    def miss(self, reason: str, blocks: int, block_tokens: int) -> None:
+        """Count the blocks of a request that were not served, by why the run ended."""
+        if blocks > 0 and reason != "NONE":
+            self.miss_blocks[reason.lower()] += blocks
+            self.miss_tokens[reason.lower()] += blocks * block_tokens
+
+    def record(self, name: str, seconds: float) -> None:
+        """Add one sample."""
+        samples = self._samples.get(name)
+        if samples is None:
+            samples = self._samples[name] = deque(maxlen=_SAMPLES)
+        samples.append(seconds)
+        self._counts[name] += 1
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Time a block of code."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.record(name, time.perf_counter() - start)
+
+    def timings(self) -> list[Timing]:
+        """Return percentiles by name."""
+        result = []
+        for name, samples in sorted(list(self._samples.items())):
+            ordered = sorted(samples.copy())
+            last = len(ordered) - 1
+            at = [ordered[round(last * q)] for q in (0.5, 0.95, 0.99)]
+            result.append(Timing(name, self._counts[name], self._seconds[name], *at))
+        return result

@@ -1,0 +1,85 @@
+"""Digests of committed blocks, computed by threads soon after the commit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from kvstore.tiers.digests import digest_shards
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from concurrent.futures import Executor
+
+    from kvstore.index import Block, BlockIndex
+    from kvstore.tiers.host import HostTier
+
+__all__ = ["Digester"]
+
+_BATCH: Final = 16
+
+Views = tuple[tuple[memoryview, ...], tuple[int, ...]]
+
+
+def _digest_all(views: Sequence[Views]) -> list[tuple[int, ...]]:
+    return [digest_shards(buffers, lengths) for buffers, lengths in views]
+
+
+class Digester:
+    """Gives every block its digests while its host copy is held in place."""
+
+    def __init__(self, index: BlockIndex, host: HostTier, executor: Executor) -> None:
+        """Compose; the executor's threads do the hashing."""
+        self._index = index
+        self._host = host
+        self._executor = executor
+        self._queue: deque[Block] = deque()
+        self._work = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to serve the queue."""
+        self._task = asyncio.create_task(self._run(), name="digester")
+
+    async def stop(self) -> None:
+        """Stop after the batch under way."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def add(self, block: Block) -> None:
+        """Queue a freshly committed block."""
+        self._queue.append(block)
+        self._work.set()
+
+    async def digest(self, blocks: Sequence[Block]) -> None:
+        """Compute the digests that are missing; the caller holds the host copies."""
+        todo = [b for b in blocks if b.digests is None and b.host is not None]
+        if not todo:
+            return
+        views = [
+            (self._host.views(b.host), b.space.spec.shard_bytes) for b in todo if b.host is not None
+        ]
+        loop = asyncio.get_running_loop()
+        digests = await loop.run_in_executor(self._executor, _digest_all, views)
+        for block, digest in zip(todo, digests, strict=True):
+            block.digests = digest
+
+    async def _run(self) -> None:
+        while True:
+            if not self._queue:
+                self._work.clear()
+                await self._work.wait()
+            batch: list[Block] = []
+            while self._queue and len(batch) < _BATCH:
+                block = self._queue.popleft()
+                if block.host is not None and not block.dead and block.digests is None:
+                    self._index.hold_host(block)
+                    batch.append(block)
+            try:
+                # A cancelled await would let go of slots that a thread still reads.
+                await asyncio.shield(self.digest(batch))
+            finally:
+                for block in batch:
+                    self._index.release_host(block)

@@ -1,0 +1,284 @@
+"""Leases: the right of an attached process to read some slots.
+
+A lease holds a leading run of host copies in place. With a deadline it waits for what follows on
+disk, and grows in order as blocks land; blocks that land early are held too, so that eviction
+cannot take them before their turn. It ends by release, by silence of its holder, or by force
+(epoch bump); the holder finds out by comparing generations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvstore.engine.events import (
+    GenerationSlots,
+    LeaseDoneEvent,
+    LeaseGrownEvent,
+    LeasesRevokedEvent,
+)
+from kvstore.engine.misses import NO_MISS, miss_of
+from kvstore.miss import Miss, MissReason
+from kvstore.tiers.base import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvstore.engine.attachments import Attachment
+    from kvstore.engine.counters import Counters
+    from kvstore.index import Block, BlockIndex, SpaceIndex
+    from kvstore.prefetch.promoter import Promoter
+    from kvstore.tiers.base import Slot
+    from kvstore.tiers.host import HostTier
+
+__all__ = ["Acquired", "Lease", "Leases"]
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    """Answer to an acquire.
+
+    Attributes:
+        blocks: leased now.
+        slots: their slots.
+        tiers: per block, the tier (`TierName`) that held it when asked.
+        growing: more may come by events.
+        miss: why the run ends here, when it is not growing.
+    """
+
+    blocks: int
+    slots: GenerationSlots
+    tiers: bytes
+    growing: bool
+    miss: Miss
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """One lease. It is the waiter of its promotions.
+
+    Attributes:
+        run: the blocks it covers or waits for, in chain order.
+        count: leading blocks that the holder has been told about.
+        held: indices of blocks whose host copy it holds.
+        where: position of each awaited block in `run`.
+        miss: why the run ends after its last block.
+    """
+
+    id: int
+    owner: Leases
+    attachment: Attachment
+    space: SpaceIndex
+    run: list[Block]
+    tiers: bytes
+    miss: Miss
+    count: int = 0
+    held: set[int] = field(default_factory=set)
+    where: dict[Block, int] = field(default_factory=dict)
+    timer: asyncio.TimerHandle | None = None
+    ended: bool = False
+
+    @property
+    def growing(self) -> bool:
+        """Whether it still waits for blocks."""
+        return bool(self.where)
+
+    def landed(self, block: Block) -> None:
+        """A block that it waits for has a host copy now."""
+        self.owner.landed(self, block)
+
+    def failed(self, block: Block, reason: MissReason) -> None:
+        """A block that it waits for is not coming."""
+        self.owner.cut(self, block, Miss(reason, "disk"))
+
+
+class Leases:
+    """All leases."""
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        host: HostTier,
+        counters: Counters,
+        *,
+        cap_bytes: int,
+        on_released: Callable[[], None],
+    ) -> None:
+        """Compose; `promoter` is set afterwards when there is a disk tier."""
+        self._index = index
+        self._host = host
+        self._counters = counters
+        self.cap_bytes = cap_bytes
+        self._on_released = on_released
+        self.promoter: Promoter | None = None
+        self.count = 0
+
+    def find_run(self, space: SpaceIndex, keys: Sequence[bytes]) -> tuple[list[Block], Miss]:
+        """Return the leading run of blocks present in any tier, and why it ends."""
+        blocks = space.blocks
+        run: list[Block] = []
+        for key in keys:
+            block = blocks.get(key)
+            if block is None:
+                return run, miss_of(self._index, space, key)
+            run.append(block)
+        return run, NO_MISS
+
+    def acquire(
+        self,
+        attachment: Attachment,
+        space: SpaceIndex,
+        lease_id: int,
+        keys: Sequence[bytes],
+        deadline_seconds: float,
+        priority: int,
+    ) -> Acquired:
+        """Lease the leading run in host memory; wait for the rest if there is a deadline."""
+        existing = attachment.leases.get(lease_id)
+        if existing is not None:
+            return self._answer(existing, 0)
+        run, miss = self.find_run(space, keys)
+        block_bytes = space.shape.block_bytes
+        affordable = max(0, (self.cap_bytes - attachment.leased_bytes) // block_bytes)
+        if len(run) > affordable:
+            del run[affordable:]
+            miss = Miss(MissReason.LEASE_CAP)
+        in_host = next((i for i, b in enumerate(run) if b.host is None), len(run))
+        if in_host < len(run) and (deadline_seconds <= 0 or self.promoter is None):
+            del run[in_host:]
+            miss = Miss(MissReason.DEADLINE, "disk")
+        self._index.touch(run)
+        tiers = bytes(TierName.HOST if b.host is not None else TierName.DISK for b in run)
+        lease = Lease(lease_id, self, attachment, space, run, tiers, miss)
+        for i, block in enumerate(run):
+            block.uses += 1
+            if block.host is not None:
+                block.host_refs += 1
+                lease.held.add(i)
+            else:
+                lease.where[block] = i
+        lease.count = in_host
+        attachment.leases[lease_id] = lease
+        attachment.leased_bytes += len(run) * block_bytes
+        self.count += 1
+        self._count_hits(space, tiers[:in_host])
+        if lease.where and self.promoter is not None:
+            loop = asyncio.get_running_loop()
+            lease.timer = loop.call_later(deadline_seconds, self._expire, lease)
+            self.promoter.request(list(lease.where), lease, priority)
+        if not lease.growing:
+            self._counters.miss(miss.reason.value, len(keys) - len(run), space.spec.block_tokens)
+        return self._answer(lease, 0)
+
+    def _answer(self, lease: Lease, first: int) -> Acquired:
+        return Acquired(
+            blocks=lease.count,
+            slots=self._slots(lease.run[first : lease.count]),
+            tiers=lease.tiers[first : lease.count],
+            growing=lease.growing,
+            miss=NO_MISS if lease.growing else lease.miss,
+        )
+
+    def _slots(self, run: Sequence[Block]) -> GenerationSlots:
+        slots: list[Slot] = [b.host for b in run if b.host is not None]
+        return GenerationSlots(slots, self._host.generations(slots))
+
+    def _count_hits(self, space: SpaceIndex, tiers: bytes) -> None:
+        counts = self._counters.counts
+        for tier in (TierName.HOST, TierName.DISK):
+            blocks = tiers.count(tier)
+            if blocks:
+                name = tier.name.lower()
+                counts[f"hit_blocks_{name}"] += blocks
+                counts[f"hit_tokens_{name}"] += blocks * space.spec.block_tokens
+
+    def landed(self, lease: Lease, block: Block) -> None:
+        """Hold a promoted block, and tell the holder if the run got longer."""
+        at = lease.where.pop(block, None)
+        if at is None or lease.ended:
+            return
+        self._index.hold_host(block)
+        lease.held.add(at)
+        first = lease.count
+        while lease.count < len(lease.run) and lease.count in lease.held:
+            lease.count += 1
+        if lease.count > first:
+            tiers = lease.tiers[first : lease.count]
+            self._count_hits(lease.space, tiers)
+            slots = self._slots(lease.run[first : lease.count])
+            lease.attachment.send(LeaseGrownEvent(lease.id, first, slots, tiers))
+        self._finish_if_complete(lease)
+
+    def cut(self, lease: Lease, block: Block, miss: Miss) -> None:
+        """End the run before a block that is not coming."""
+        at = lease.where.get(block)
+        if at is not None and not lease.ended:
+            self._truncate(lease, at, miss)
+            self._finish_if_complete(lease)
+
+    def _truncate(self, lease: Lease, at: int, miss: Miss) -> None:
+        dropped = lease.run[at:]
+        for i in range(at, len(lease.run)):
+            if i in lease.held:
+                lease.held.discard(i)
+                self._index.release_host(lease.run[i])
+        waiting = [b for b in dropped if lease.where.pop(b, None) is not None]
+        if waiting and self.promoter is not None:
+            self.promoter.cancel(waiting, lease)
+        del lease.run[at:]
+        lease.miss = miss
+        freed = len(dropped) * lease.space.shape.block_bytes
+        lease.attachment.leased_bytes -= freed
+        tokens = lease.space.spec.block_tokens
+        self._counters.miss(miss.reason.value, len(dropped), tokens)
+        self._on_released()
+
+    def _finish_if_complete(self, lease: Lease) -> None:
+        if lease.where:
+            return
+        if lease.timer is not None:
+            lease.timer.cancel()
+            lease.timer = None
+        lease.attachment.send(LeaseDoneEvent(lease.id, lease.count, lease.miss))
+
+    def _expire(self, lease: Lease) -> None:
+        """The deadline passed: what has arrived in order is what there is."""
+        lease.timer = None
+        if not lease.ended and lease.where:
+            self._truncate(lease, lease.count, Miss(MissReason.DEADLINE, "disk"))
+            self._finish_if_complete(lease)
+
+    def release(self, attachment: Attachment, lease_id: int) -> None:
+        """End a lease; unknown ids are late or double releases and change nothing."""
+        lease = attachment.leases.pop(lease_id, None)
+        if lease is None:
+            return
+        lease.ended = True
+        self.count -= 1
+        attachment.leased_bytes -= len(lease.run) * lease.space.shape.block_bytes
+        if lease.timer is not None:
+            lease.timer.cancel()
+        if lease.where and self.promoter is not None:
+            self.promoter.cancel(list(lease.where), lease)
+        for i in lease.held:
+            self._index.release_host(lease.run[i])
+        self._on_released()
+
+    def end_all(self, attachment: Attachment) -> None:
+        """End all leases of an attachment, telling it if it still listens."""
+        ids = tuple(attachment.leases)
+        for lease_id in ids:
+            self.release(attachment, lease_id)
+        if ids:
+            self._counters.counts["leases_revoked"] += len(ids)
+            attachment.send(LeasesRevokedEvent(ids))
+
+    def revoke_space(self, attachment: Attachment, space: SpaceIndex) -> None:
+        """End an attachment's leases on a space whose epoch was bumped."""
+        ids = tuple(i for i, lease in attachment.leases.items() if lease.space is space)
+        for lease_id in ids:
+            self.release(attachment, lease_id)
+        if ids:
+            self._counters.counts["leases_revoked"] += len(ids)
+            attachment.send(LeasesRevokedEvent(ids))

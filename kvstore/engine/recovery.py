@@ -1,0 +1,99 @@
+"""Recovery: the index of the disk tier from its records.
+
+1. Take the records of the disk store. Those of an earlier epoch, of a space that is gone, or with
+   digests for another number of shards are dropped.
+2. The disk tier adopts the slots that are left; a slot that is claimed twice, or that the segment
+   files do not have, is refused.
+3. Blocks enter the index parents first. What has no ancestor chain up to a root, because a record
+   was damaged or a slot refused, is dropped: the disk tier stays prefix-closed.
+4. The records of everything dropped are deleted, durably, and only then are adopted slots among
+   them free.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.tiers.base import Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.index import BlockIndex
+    from kvstore.index.records import BlockRecord
+    from kvstore.tiers.disk import DiskTier
+
+__all__ = ["Recovered", "recover"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What came back.
+
+    Attributes:
+        blocks: blocks in the index.
+        dropped: (space id, key) of records to delete.
+        freed: adopted slots to free once they are deleted.
+    """
+
+    blocks: int
+    dropped: list[tuple[bytes, bytes]]
+    freed: list[Slot]
+
+
+def recover(index: BlockIndex, disk: DiskTier, records: Sequence[BlockRecord]) -> Recovered:
+    """Fill the index from records; the spaces are in it already."""
+    dropped: list[tuple[bytes, bytes]] = []
+    usable: list[BlockRecord] = []
+    spaces = index.spaces
+    for record in records:
+        space = spaces.get(record.space_id)
+        if (
+            space is None
+            or record.epoch != space.epoch
+            or len(record.digests) != space.shape.shards
+            or len(record.key) != space.spec.key_bytes
+        ):
+            dropped.append((record.space_id, record.key))
+        else:
+            usable.append(record)
+    slots = [Slot(r.segment, r.slot) for r in usable]
+    claims = zip(slots, (spaces[r.space_id].shape for r in usable), strict=True)
+    adopted = disk.adopt(list(claims))
+    waiting: dict[tuple[bytes, bytes], list[int]] = defaultdict(list)
+    ready: list[int] = []
+    for i, record in enumerate(usable):
+        if record.parent is None:
+            ready.append(i)
+        else:
+            waiting[(record.space_id, record.parent)].append(i)
+    entered = bytearray(len(usable))
+    newest = 0
+    while ready:
+        i = ready.pop()
+        if not adopted[i]:
+            continue
+        record = usable[i]
+        space = spaces[record.space_id]
+        parent = None if record.parent is None else space.blocks[record.parent]
+        block = index.insert(space, record.key, parent)
+        block.sequence = block.recorded = record.sequence
+        block.digests = record.digests
+        index.put_disk(block, slots[i])
+        newest = max(newest, record.sequence)
+        entered[i] = 1
+        children = waiting.pop((record.space_id, record.key), None)
+        if children is not None:
+            ready += children
+    index.sequence = max(index.sequence, newest)
+    lost = [i for i, there in enumerate(entered) if not there]
+    dropped += [(usable[i].space_id, usable[i].key) for i in lost]
+    freed = [slots[i] for i in lost if adopted[i]]
+    if dropped:
+        log.warning("recovery dropped %d of %d blocks", len(dropped), len(records))
+    return Recovered(len(usable) - len(lost), dropped, freed)

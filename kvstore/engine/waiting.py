@@ -1,0 +1,81 @@
+"""Waiting for promotions on behalf of the daemon's own streams and of prefetch tickets."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.engine.room import Signal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.index import Block, BlockIndex
+    from kvstore.miss import Miss, MissReason
+
+__all__ = ["RunWaiter", "Ticket"]
+
+
+class RunWaiter:
+    """Waits for some blocks; holds those that land, if asked to, until `close`."""
+
+    def __init__(self, index: BlockIndex, blocks: Sequence[Block], *, hold: bool) -> None:
+        """Wait for `blocks`; the caller then requests them from the promoter."""
+        self._index = index
+        self._hold = hold
+        self._held: list[Block] = []
+        self._signal = Signal()
+        self.pending: set[Block] = set(blocks)
+        self.failures: dict[Block, MissReason] = {}
+
+    def landed(self, block: Block) -> None:
+        """A block has a host copy."""
+        self.pending.discard(block)
+        if self._hold:
+            self._index.hold_host(block)
+            self._held.append(block)
+        self._signal.notify()
+
+    def failed(self, block: Block, reason: MissReason) -> None:
+        """A block is not coming."""
+        self.pending.discard(block)
+        self.failures[block] = reason
+        self._signal.notify()
+
+    async def wait_for(self, block: Block, deadline: float) -> None:
+        """Return when a block has landed or failed, or at `deadline` (loop time)."""
+        while block in self.pending and await self._signal.wait(self._left(deadline)):
+            pass
+
+    async def wait(self, deadline: float) -> None:
+        """Return when all blocks have landed or failed, or at `deadline` (loop time)."""
+        while self.pending and await self._signal.wait(self._left(deadline)):
+            pass
+
+    @staticmethod
+    def _left(deadline: float) -> float:
+        return deadline - asyncio.get_running_loop().time()
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+        held, self._held = self._held, []
+        for block in held:
+            self._index.release_host(block)
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A prefetch that somebody may ask about again.
+
+    Attributes:
+        run: the leading run that was present when asked.
+        miss: why the run ended there.
+        waiter: waits for those blocks of the run that were on disk.
+        deadline: loop time after which it is not pursued.
+    """
+
+    run: list[Block]
+    miss: Miss
+    waiter: RunWaiter
+    deadline: float

@@ -1,0 +1,110 @@
+"""The `Admin` service: statistics, flushing, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from kvstore.errors import NotImplementedByServer
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import kvstore_pb2_grpc as rpc
+from kvstore.server.answers import answering, fail, streaming
+from kvstore.server.stats import space_infos, stats_message
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from grpc import aio
+
+    from kvstore.engine import Engine
+
+    Context = aio.ServicerContext[Any, Any]
+
+__all__ = ["AdminService"]
+
+_LISTED = 1000
+_DEFAULT_WAIT_MS = 3_600_000
+_MIN_INTERVAL_MS = 100
+
+
+class AdminService(rpc.AdminServicer):
+    """Handlers; each translates, calls the engine, translates back."""
+
+    def __init__(self, engine: Engine, boot_id: bytes) -> None:
+        """Serve an engine that is started."""
+        self.engine = engine
+        self._boot_id = boot_id
+        self._started = time.monotonic()
+
+    @answering
+    async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
+        """Return one picture."""
+        return stats_message(self.engine, self._boot_id, self._started)
+
+    @streaming
+    async def WatchStats(
+        self, request: pb.WatchStatsRequest, context: Context
+    ) -> AsyncIterator[pb.StatsResponse]:
+        """Return a picture at every interval."""
+        interval = max(_MIN_INTERVAL_MS, request.interval_ms or 1000) / 1e3
+        while True:
+            yield stats_message(self.engine, self._boot_id, self._started)
+            await asyncio.sleep(interval)
+
+    @answering
+    async def ListSpaces(
+        self, request: pb.ListSpacesRequest, context: Context
+    ) -> pb.ListSpacesResponse:
+        """List the spaces."""
+        return pb.ListSpacesResponse(spaces=space_infos(self.engine))
+
+    @answering
+    async def Flush(self, request: pb.FlushRequest, context: Context) -> pb.FlushResponse:
+        """Make everything durable."""
+        try:
+            blocks, skipped = await self.engine.flush(
+                (request.deadline_ms or _DEFAULT_WAIT_MS) / 1e3
+            )
+        except TimeoutError:
+            return pb.FlushResponse(done=False)
+        why = "no room on disk"
+        if self.engine.disk is not None and self.engine.disk.state != "ok":
+            why = self.engine.disk.state
+        return pb.FlushResponse(
+            done=True,
+            blocks=blocks,
+            skipped=len(skipped),
+            skipped_blocks=[
+                pb.SkippedBlock(space_id=b.space.id, key=b.key, reason=why)
+                for b in skipped[:_LISTED]
+            ],
+        )
+
+    @answering
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        """Stop granting, settle, flush."""
+        done, grants = await self.engine.drain((request.deadline_ms or _DEFAULT_WAIT_MS) / 1e3)
+        return pb.DrainResponse(done=done, grants=grants)
+
+    @answering
+    async def SetCapacity(
+        self, request: pb.SetCapacityRequest, context: Context
+    ) -> pb.SetCapacityResponse:
+        """Not there yet."""
+        raise NotImplementedByServer("SetCapacity is not implemented by this daemon")
+
+    @streaming
+    async def Verify(
+        self, request: pb.VerifyRequest, context: Context
+    ) -> AsyncIterator[pb.VerifyResponse]:
+        """Not there yet."""
+        await fail(
+            context, NotImplementedByServer("Verify is not implemented by this daemon"), "verify"
+        )
+        yield pb.VerifyResponse()
+
+    @answering
+    async def Doctor(self, request: pb.DoctorRequest, context: Context) -> pb.DoctorResponse:
+        """Not there yet."""
+        raise NotImplementedByServer("Doctor is not implemented by this daemon")

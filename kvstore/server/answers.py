@@ -1,0 +1,95 @@
+"""The boundary between engine errors and gRPC status."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+
+from kvstore.errors import KVStoreError
+from kvstore.wire import status_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from grpc import aio
+
+__all__ = ["answering", "fail", "streaming"]
+
+log = logging.getLogger(__name__)
+
+_Service = TypeVar("_Service")
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+
+def _trace(context: aio.ServicerContext[Any, Any]) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent":
+            return str(value)
+    return ""
+
+
+async def fail(context: aio.ServicerContext[Any, Any], error: Exception, call: str) -> None:
+    """End a call with the status that an error means."""
+    code, message, metadata = status_of(error)
+    if code is grpc.StatusCode.INTERNAL:
+        log.error("%s failed %s", call, _trace(context), exc_info=error)
+    else:
+        log.debug("%s refused: %s %s", call, message, _trace(context))
+    await context.abort(code, message, metadata)
+
+
+def answering(
+    method: Callable[[_Service, _Request, aio.ServicerContext[Any, Any]], Awaitable[_Response]],
+) -> Callable[[_Service, _Request, aio.ServicerContext[Any, Any]], Awaitable[_Response]]:
+    """Make a unary handler answer errors as status, and time it in the engine's counters."""
+    name = method.__name__.lower()
+
+    @functools.wraps(method)
+    async def wrapped(
+        self: _Service, request: _Request, context: aio.ServicerContext[Any, Any]
+    ) -> _Response:
+        begun = time.perf_counter()
+        try:
+            return await method(self, request, context)
+        except KVStoreError as error:
+            await fail(context, error, name)
+            raise
+        except Exception as error:
+            # The RPC boundary: whatever else goes wrong is logged once and fails this call only.
+            if isinstance(error, grpc.aio.AbortError):
+                raise
+            await fail(context, error, name)
+            raise
+        finally:
+            self.engine.counters.record(name, time.perf_counter() - begun)  # type: ignore[attr-defined]
+
+    return wrapped
+
+
+def streaming(
+    method: Callable[[_Service, _Request, aio.ServicerContext[Any, Any]], AsyncIterator[_Response]],
+) -> Callable[[_Service, _Request, aio.ServicerContext[Any, Any]], AsyncIterator[_Response]]:
+    """Make a handler that answers with a stream turn errors into status."""
+    name = method.__name__.lower()
+
+    @functools.wraps(method)
+    async def wrapped(
+        self: _Service, request: _Request, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[_Response]:
+        try:
+            async for response in method(self, request, context):
+                yield response
+        except KVStoreError as error:
+            await fail(context, error, name)
+        except Exception as error:
+            # The RPC boundary, as above.
+            if isinstance(error, grpc.aio.AbortError):
+                raise
+            await fail(context, error, name)
+
+    return wrapped

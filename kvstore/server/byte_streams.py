@@ -1,0 +1,194 @@
+"""Put and Get: blocks whose bytes travel over gRPC, for clients that cannot map the pool."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from kvstore.errors import InvalidRequest
+from kvstore.miss import Miss, MissReason
+from kvstore.outcomes import CommitOutcome
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.tiers.base import TierName
+from kvstore.wire import CHUNK_BYTES, miss_to_message, unpack_keys
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+
+    from kvstore.engine import Engine
+    from kvstore.engine.grants import Grant
+    from kvstore.index import SpaceIndex
+    from kvstore.tiers.base import Slot
+
+__all__ = ["ByteStreams"]
+
+# Bytes held in place while they are sent.
+_WINDOW_BYTES = 64 << 20
+
+
+class _Incoming:
+    """One streamed block on its way into a slot."""
+
+    def __init__(self, engine: Engine, space: SpaceIndex, slot: Slot) -> None:
+        self._engine = engine
+        self._grant: Grant = engine.new_put(space, [slot])
+        self._slot = slot
+        self._views = engine.host.views(slot)
+        self._lengths = space.spec.shard_bytes
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Copy a piece of the block, `offset` counted over its shards, into the slot."""
+        for view, length in zip(self._views, self._lengths, strict=True):
+            if offset < length:
+                part = data[: length - offset]
+                view[offset : offset + len(part)] = part
+                data = data[len(part) :]
+                offset = 0
+            else:
+                offset -= length
+            if not data:
+                return
+
+    def commit(self, key: bytes, parent: bytes | None) -> bool:
+        """Make it a block; say whether the block is there now."""
+        shards = (1 << len(self._views)) - 1
+        [outcome] = self._engine.grants.commit(self._grant, shards, [(self._slot, key, parent)])
+        return outcome in (CommitOutcome.COMMITTED, CommitOutcome.EXISTS)
+
+    def abort(self) -> None:
+        """Give the slot back."""
+        self._engine.grants.abort(self._grant, (1 << len(self._views)) - 1)
+
+
+class ByteStreams:
+    """The two byte streams."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Serve an engine."""
+        self._engine = engine
+
+    async def put(self, requests: AsyncIterator[pb.PutRequest]) -> pb.PutResponse:
+        """Store blocks from a stream; the whole stream is read even when there is no room."""
+        first = await anext(aiter(requests), None)
+        if first is None or not first.HasField("header"):
+            raise InvalidRequest("header", "must be the first message")
+        header = first.header
+        space = self._engine.space(header.space.id, header.space.epoch)
+        keys = unpack_keys(header.keys, space.spec.key_bytes, header.parent)
+        size = space.spec.block_bytes
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + header.deadline_ms / 1e3
+        expected = (0, 0)
+        incoming: _Incoming | None = None
+        refused = False
+        try:
+            async for request in requests:
+                if not request.HasField("chunk"):
+                    raise InvalidRequest("part", "one header, then chunks")
+                chunk = request.chunk
+                if (chunk.block, chunk.offset) != expected or chunk.block >= len(keys):
+                    raise InvalidRequest(
+                        "chunk", f"block {chunk.block} offset {chunk.offset}: expected {expected}"
+                    )
+                end = chunk.offset + len(chunk.data)
+                if not chunk.data or end > size:
+                    raise InvalidRequest("chunk", f"block {chunk.block} is {size} bytes")
+                if chunk.offset == 0:
+                    # A bumped epoch must not let bytes of the old weights in.
+                    self._engine.space(header.space.id, header.space.epoch)
+                    parent = keys.parent if chunk.block == 0 else keys[chunk.block - 1]
+                    refused = refused or not self._reachable(space, parent)
+                    if not refused and keys[chunk.block] not in space.blocks:
+                        left = max(0.0, deadline - loop.time())
+                        slot = await self._engine.take_for_put(space, left, parent)
+                        if slot is None:
+                            refused = True
+                        else:
+                            incoming = _Incoming(self._engine, space, slot)
+                if incoming is not None:
+                    incoming.write(chunk.offset, chunk.data)
+                expected = (chunk.block, end)
+                if end == size:
+                    expected = (chunk.block + 1, 0)
+                    if incoming is not None:
+                        parent = keys.parent if chunk.block == 0 else keys[chunk.block - 1]
+                        done, incoming = incoming, None
+                        refused = not done.commit(keys[chunk.block], parent)
+        finally:
+            if incoming is not None:
+                incoming.abort()
+        tiers, _ = self._engine.lookup(space, keys)
+        return pb.PutResponse(blocks=len(tiers))
+
+    @staticmethod
+    def _reachable(space: SpaceIndex, parent: bytes | None) -> bool:
+        return parent is None or parent in space.blocks
+
+    async def get(
+        self, space: SpaceIndex, keys: Sequence[bytes], deadline_seconds: float
+    ) -> AsyncGenerator[pb.GetResponse]:
+        """Stream the leading run; each block's bytes stay in place while they are read."""
+        window = max(1, min(_WINDOW_BYTES, self._engine.lease_cap_bytes) // space.shape.block_bytes)
+        sent = 0
+        miss = Miss()
+        while sent < len(keys):
+            part = keys[sent : sent + window]
+            count = 0
+            # Closed at once when the client goes away, so that nothing stays held.
+            async with aclosing(self._window(space, part, sent, deadline_seconds)) as stream:
+                async for item in stream:
+                    if isinstance(item, Miss):
+                        miss = item
+                    else:
+                        message, finished = item
+                        yield message
+                        count += finished
+            sent += count
+            if count < len(part):
+                break
+        reason = miss.reason.value
+        self._engine.counters.miss(reason, len(keys) - sent, space.spec.block_tokens)
+        yield pb.GetResponse(end=pb.GetEnd(blocks=sent, miss=miss_to_message(miss)))
+
+    async def _window(
+        self, space: SpaceIndex, keys: Sequence[bytes], first: int, deadline_seconds: float
+    ) -> AsyncGenerator[tuple[pb.GetResponse, bool] | Miss]:
+        engine = self._engine
+        loop = asyncio.get_running_loop()
+        run, waiter, miss = engine.start_read(space, keys)
+        warm = [b for b in run if b not in waiter.pending and b.host is not None]
+        for block in warm:
+            engine.hold(block)
+        cold = set(waiter.pending)
+        counts = engine.counters.counts
+        try:
+            for i, block in enumerate(run):
+                await waiter.wait_for(block, loop.time() + deadline_seconds)
+                if block in waiter.pending or block in waiter.failures:
+                    reason = waiter.failures.get(block, MissReason.DEADLINE)
+                    yield Miss(reason, "disk")
+                    return
+                if block.host is None or block.dead:
+                    yield Miss(MissReason.LEASE_LOST, "host")
+                    return
+                tier = (TierName.DISK if block in cold else TierName.HOST).name.lower()
+                counts[f"hit_blocks_{tier}"] += 1
+                counts[f"hit_tokens_{tier}"] += space.spec.block_tokens
+                views = engine.host.views(block.host)
+                offset = 0
+                for view, length in zip(views, space.spec.shard_bytes, strict=True):
+                    for at in range(0, length, CHUNK_BYTES):
+                        data = bytes(view[at : min(at + CHUNK_BYTES, length)])
+                        offset += len(data)
+                        chunk = pb.Chunk(block=first + i, offset=offset - len(data), data=data)
+                        yield (
+                            pb.GetResponse(chunk=chunk),
+                            offset == space.spec.block_bytes,
+                        )
+            if miss:
+                yield miss
+        finally:
+            engine.end_read(waiter)
+            for block in warm:
+                engine.let_go(block)

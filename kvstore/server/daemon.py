@@ -1,0 +1,261 @@
+"""One run of the daemon, from an empty process to its exit code.
+
+1. Lock the state directory (flock): one daemon per state directory, whatever else is shared.
+2. Open the store; after an unclean stop a child process has checked it first.
+3. Remove pools that dead daemons of this state directory left in shared memory.
+4. Open the tiers, recover the index.
+5. Bind sockets, serve, publish the socket addresses, print the ready line.
+6. On SIGTERM or SIGINT: flush within the time allowed, say goodbye, close, mark the store clean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from grpc import aio
+from grpc_health.v1 import _async as health_aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvstore.config import WritePolicy
+from kvstore.engine import Engine
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.index.lmdb_store import MetaStore
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import kvstore_pb2_grpc as rpc
+from kvstore.server.admin_service import AdminService
+from kvstore.server.kv_service import KVStoreService
+from kvstore.server.metrics import serve_metrics
+from kvstore.server.sockets import BootSocket
+from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.host import HostTier
+from kvstore.tiers.pool_directory import remove_stale_pools
+from kvstore.units import format_bytes
+from kvstore.wire import server_options
+
+if TYPE_CHECKING:
+    from kvstore.config import ServeConfig
+
+__all__ = ["serve"]
+
+log = logging.getLogger("kvstore")
+
+_SHARED_MEMORY: Final = Path("/dev/shm")
+_DISK_SHARE: Final = 0.8
+_GRACE_SECONDS: Final = 1.0
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def _set_up_logging(config: ServeConfig) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    if config.log_format == "json":
+        handler.setFormatter(_JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
+
+
+def _lock_state(state: Path) -> int:
+    """Create and lock the state directory; return the lock's descriptor.
+
+    Raises:
+        ConfigError: another daemon holds it, or it is unusable.
+    """
+    try:
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"state: {state}: {error.strerror}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
+        os.close(fd)
+        raise ConfigError(
+            f"state: {state} is in use by another daemon (pid {holder or 'unknown'})"
+        ) from error
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def _disk_capacity(config: ServeConfig) -> int:
+    """Return the disk tier's capacity: as configured, else a share of what is free."""
+    assert config.disk is not None
+    if config.disk_capacity is not None:
+        return config.disk_capacity
+    config.disk.mkdir(mode=0o700, parents=True, exist_ok=True)
+    stat = os.statvfs(config.disk)
+    # Segments that are there already are not free space, but they are ours.
+    ours = sum(f.stat().st_size for f in config.disk.glob("seg-*.kvs"))
+    size = int((stat.f_bavail * stat.f_frsize + ours) * _DISK_SHARE)
+    return max(1 << 20, size - size % (1 << 20))
+
+
+def _build(config: ServeConfig, store: MetaStore, pool: Path) -> Engine:
+    host = HostTier(pool, config.host_pool)
+    disk = None
+    if config.disk is not None:
+        try:
+            capacity = _disk_capacity(config)
+        except OSError as error:
+            raise ConfigError(f"disk: {config.disk}: {error.strerror}") from error
+        disk = DiskTier(config.disk, capacity, threads=config.io_threads)
+    return Engine(
+        host,
+        disk,
+        store,
+        flush_on_commit=config.write_policy is WritePolicy.THROUGH,
+        lease_ttl_seconds=config.lease_ttl_s,
+        lease_cap_bytes=config.lease_cap,
+        grant_cap_bytes=config.grant_cap,
+    )
+
+
+def _ready_line(config: ServeConfig, engine: Engine, boot_id: bytes) -> str:
+    disk = "none"
+    if engine.disk is not None:
+        capacity = format_bytes(engine.disk.usage().capacity_bytes).replace(" ", "")
+        disk = f"{capacity}:{engine.recovered_blocks}blocks:{engine.disk.io_engine}"
+    listen = ",".join(str(address) for address in config.listen)
+    host = format_bytes(config.host_pool).replace(" ", "")
+    return f"kvstore ready listen={listen} boot_id={boot_id.hex()} host={host} disk={disk} gpu=none"
+
+
+async def _bind(server: aio.Server, config: ServeConfig, boot_name: str) -> list[BootSocket]:
+    sockets: list[BootSocket] = []
+    for address in config.listen:
+        try:
+            if address.local:
+                socket = BootSocket(address, boot_name)
+                server.add_insecure_port(socket.target)
+                sockets.append(socket)
+            else:
+                server.add_insecure_port(str(address))
+        except RuntimeError as error:
+            for other in sockets:
+                other.remove()
+            raise ConfigError(f"listen: cannot bind {address}") from error
+    return sockets
+
+
+async def _run(config: ServeConfig, store: MetaStore, pool: Path, boot_id: bytes) -> None:
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[str] = loop.create_future()
+
+    def on_signal(name: str) -> None:
+        if stop.done():
+            log.warning("%s again: already stopping", name)
+        else:
+            stop.set_result(name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number.name)
+    engine = _build(config, store, pool)
+    await engine.start()
+    server = aio.server(options=server_options())
+    rpc.add_KVStoreServicer_to_server(  # type: ignore[no-untyped-call]
+        KVStoreService(
+            engine,
+            boot_id,
+            heartbeat_ms=round(config.heartbeat_s * 1e3),
+            ttl_ms=round(config.lease_ttl_s * 1e3),
+        ),
+        server,
+    )
+    rpc.add_AdminServicer_to_server(  # type: ignore[no-untyped-call]
+        AdminService(engine, boot_id), server
+    )
+    checker = health_aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+    services = [s.full_name for s in pb.DESCRIPTOR.services_by_name.values()]
+    reflection.enable_server_reflection(
+        [*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server
+    )
+    sockets: list[BootSocket] = []
+    metrics = contextlib.ExitStack()
+    try:
+        sockets = await _bind(server, config, boot_id.hex()[:12])
+        if config.metrics is not None:
+            metrics.enter_context(serve_metrics(engine, config.metrics))
+        await server.start()
+        for name in ["", *services]:
+            await checker.set(name, health_pb2.HealthCheckResponse.SERVING)
+        for socket in sockets:
+            socket.publish()
+        print(_ready_line(config, engine, boot_id), flush=True)
+        reason = await stop
+        log.info("%s: stopping", reason)
+        begun = time.monotonic()
+        await checker.enter_graceful_shutdown()
+        await engine.quiesce(config.stop_timeout_s)
+        log.info("flushed in %.2f s", time.monotonic() - begun)
+        for socket in sockets:
+            socket.remove()
+        await engine.farewell(f"stopped by {reason}")
+        await server.stop(_GRACE_SECONDS)
+    finally:
+        metrics.close()
+        await server.stop(None)
+        for socket in sockets:
+            socket.remove()
+        await engine.close()
+
+
+def serve(config: ServeConfig) -> int:
+    """Run the daemon until it is told to stop; return the exit code.
+
+    Raises:
+        ConfigError, FormatVersionError: it cannot start; one line says why.
+    """
+    _set_up_logging(config)
+    # The loop must get the interpreter back quickly from threads that hash and copy.
+    sys.setswitchinterval(0.001)
+    lock = _lock_state(config.state)
+    try:
+        boot_id = os.urandom(16)
+        store, note = MetaStore.open_or_reset(config.state)
+        if note is not None:
+            log.warning("%s", note)
+        try:
+            store.mark_open()
+            digest = hashlib.sha256(os.fsencode(config.state.resolve())).hexdigest()[:12]
+            prefix = f"kvstore-{os.getuid()}-{digest}-"
+            pool = _SHARED_MEMORY / f"{prefix}{boot_id.hex()[:12]}"
+            remove_stale_pools(_SHARED_MEMORY, prefix, pool)
+            asyncio.run(_run(config, store, pool, boot_id))
+            store.mark_clean()
+        finally:
+            store.close()
+    except KVStoreError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"cannot start: {error}") from error
+    finally:
+        os.close(lock)
+    return 0

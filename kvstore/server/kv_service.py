@@ -1,0 +1,297 @@
+"""The `KVStore` service: spaces, leases, grants, streams."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import kvstore
+from kvstore.address import machine_id
+from kvstore.errors import InvalidRequest, NotImplementedByServer
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import kvstore_pb2_grpc as rpc
+from kvstore.server.answers import answering, streaming
+from kvstore.server.attach_stream import AttachStream
+from kvstore.server.byte_streams import ByteStreams
+from kvstore.server.packing import pack_generation_slots
+from kvstore.tiers.base import Slot, TierName
+from kvstore.wire import (
+    ALL_SHARDS,
+    PROTOCOL_VERSION,
+    miss_to_message,
+    spec_from_message,
+    unpack_keys,
+    unpack_parents,
+    unpack_slot_names,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from grpc import aio
+
+    from kvstore.engine import Engine
+    from kvstore.engine.attachments import Attachment
+    from kvstore.index import SpaceIndex
+
+    Context = aio.ServicerContext[Any, Any]
+
+__all__ = ["KVStoreService"]
+
+_MAX_COUNT = 1 << 20
+_MAX_WAIT_MS = 3_600_000
+
+
+def _slots(packed: bytes) -> list[Slot]:
+    names = unpack_slot_names(packed)
+    return [
+        Slot(g, i) for g, i in zip(names["group"].tolist(), names["index"].tolist(), strict=True)
+    ]
+
+
+class KVStoreService(rpc.KVStoreServicer):
+    """Handlers; each translates, calls the engine, translates back."""
+
+    def __init__(self, engine: Engine, boot_id: bytes, *, heartbeat_ms: int, ttl_ms: int) -> None:
+        """Serve an engine that is started."""
+        self.engine = engine
+        self._boot_id = boot_id
+        self._attach = AttachStream(engine, heartbeat_ms=heartbeat_ms, ttl_ms=ttl_ms)
+        self._streams = ByteStreams(engine)
+
+    def _space(self, ref: pb.SpaceRef) -> SpaceIndex:
+        return self.engine.space(ref.id, ref.epoch)
+
+    def _keys(self, space: SpaceIndex, packed: bytes, *, may_be_empty: bool = False) -> list[bytes]:
+        keys = unpack_keys(packed, space.spec.key_bytes)
+        if not len(keys) and not may_be_empty:
+            raise InvalidRequest("keys", "must name at least one key")
+        return list(keys)
+
+    def _writer(self, attachment_id: int) -> Attachment:
+        return self.engine.attachments.writer(attachment_id)
+
+    @answering
+    async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloResponse:
+        """Answer who is there."""
+        if request.protocol_version not in (0, PROTOCOL_VERSION):
+            raise InvalidRequest(
+                "protocol_version", f"{request.protocol_version} is not {PROTOCOL_VERSION}"
+            )
+        tiers = [TierName.HOST] + ([TierName.DISK] if self.engine.disk is not None else [])
+        return pb.HelloResponse(
+            protocol_version=PROTOCOL_VERSION,
+            server_version=kvstore.__version__,
+            boot_id=self._boot_id,
+            machine_id=machine_id(),
+            tiers=[pb.Tier.Name(t) for t in tiers],
+        )
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[pb.AttachUp], context: Context
+    ) -> AsyncIterator[pb.AttachDown]:
+        """Carry one attachment's events."""
+        async for message in self._attach.serve(request_iterator, context):
+            yield message
+
+    @answering
+    async def OpenSpace(
+        self, request: pb.OpenSpaceRequest, context: Context
+    ) -> pb.OpenSpaceResponse:
+        """Register a space."""
+        if not request.HasField("spec"):
+            raise InvalidRequest("spec", "is missing")
+        space = await self.engine.open_space(spec_from_message(request.spec))
+        return pb.OpenSpaceResponse(
+            space=pb.SpaceRef(id=space.id, epoch=space.epoch),
+            key_bytes=space.spec.key_bytes,
+            block_bytes=space.spec.block_bytes,
+            slot_bytes=space.shape.slot_bytes,
+        )
+
+    @answering
+    async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
+        """Say how long a run is."""
+        space = self._space(request.space)
+        keys = self._keys(space, request.keys, may_be_empty=True)
+        tiers, miss = self.engine.lookup(space, keys)
+        return pb.LookupResponse(blocks=len(tiers), tiers=tiers, miss=miss_to_message(miss))
+
+    @answering
+    async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:
+        """Lease a run."""
+        space = self._space(request.space)
+        keys = self._keys(space, request.keys)
+        if not 0 < request.lease_id < 1 << 63:
+            raise InvalidRequest("lease_id", "must be a non-zero 63-bit number")
+        acquired = self.engine.acquire(
+            self._writer(request.attachment_id),
+            space,
+            request.lease_id,
+            keys,
+            min(request.deadline_ms, _MAX_WAIT_MS) / 1e3,
+            request.priority,
+        )
+        return pb.AcquireResponse(
+            blocks=acquired.blocks,
+            slots=pack_generation_slots(acquired.slots),
+            tiers=acquired.tiers,
+            growing=acquired.growing,
+            miss=miss_to_message(acquired.miss),
+        )
+
+    @answering
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
+        """End leases."""
+        attachment = self.engine.attachments.find(request.attachment_id)
+        for lease_id in request.lease_ids:
+            self.engine.leases.release(attachment, lease_id)
+        return pb.ReleaseResponse()
+
+    @answering
+    async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
+        """Grant slots."""
+        space = self._space(request.space)
+        owner = self._writer(request.attachment_id)
+        if not 0 < request.grant_id < 1 << 63:
+            raise InvalidRequest("grant_id", "must be a non-zero 63-bit number")
+        if not 1 <= request.count <= _MAX_COUNT:
+            raise InvalidRequest("count", f"must be within 1 … {_MAX_COUNT}")
+        writers = [self._writer(writer) for writer in request.writers]
+        slots, shortage = await self.engine.reserve(
+            owner,
+            space,
+            request.grant_id,
+            request.count,
+            writers,
+            min(request.deadline_ms, _MAX_WAIT_MS) / 1e3,
+            list(unpack_keys(request.protect, space.spec.key_bytes)),
+        )
+        return pb.ReserveResponse(
+            slots=pack_generation_slots(self.engine.with_generations(slots)),
+            shortage=pb.ReserveResponse.Shortage.Name(shortage),
+        )
+
+    @answering
+    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
+        """Bind keys to written slots."""
+        space = self.engine.index.spaces.get(request.space.id)
+        if space is None:
+            space = self._space(request.space)
+        writer = self._writer(request.attachment_id)
+        keys = self._keys(space, request.keys)
+        parents = unpack_parents(request.parents, space.spec.key_bytes)
+        slots = _slots(request.slots)
+        if not len(keys) == len(parents) == len(slots):
+            raise InvalidRequest(
+                "slots", f"{len(slots)} slots, {len(keys)} keys, {len(parents)} parents"
+            )
+        if request.shard != ALL_SHARDS and request.shard >= space.shape.shards:
+            raise InvalidRequest("shard", f"{request.shard}, the space has {space.shape.shards}")
+        outcomes = self.engine.commit(
+            writer,
+            request.owner_id or writer.id,
+            request.grant_id,
+            None if request.shard == ALL_SHARDS else 1 << request.shard,
+            list(zip(slots, keys, parents, strict=True)),
+            space,
+        )
+        return pb.CommitResponse(outcomes=bytes(outcomes))
+
+    @answering
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """Take granted slots back."""
+        caller = self.engine.attachments.find(request.attachment_id)
+        self.engine.abort(
+            caller,
+            request.owner_id or caller.id,
+            request.grant_id,
+            _slots(request.slots) if request.slots else None,
+            all_shards=request.all_shards,
+        )
+        return pb.AbortResponse()
+
+    @answering
+    async def Prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchResponse:
+        """Promote a run."""
+        space = self._space(request.space)
+        keys = self._keys(space, request.keys)
+        if request.tier not in (pb.TIER_UNSPECIFIED, pb.TIER_HOST):
+            raise InvalidRequest("tier", "this daemon promotes to host only")
+        if not 0 < request.ticket_id < 1 << 63:
+            raise InvalidRequest("ticket_id", "must be a non-zero 63-bit number")
+        blocks, done, miss = await self.engine.prefetch(
+            space,
+            keys,
+            request.ticket_id,
+            request.deadline_ms / 1e3,
+            request.priority,
+            min(request.wait_ms, _MAX_WAIT_MS) / 1e3,
+        )
+        return pb.PrefetchResponse(blocks=blocks, done=done, miss=miss_to_message(miss))
+
+    @answering
+    async def CancelPrefetch(
+        self, request: pb.CancelPrefetchRequest, context: Context
+    ) -> pb.CancelPrefetchResponse:
+        """Forget tickets."""
+        for ticket_id in request.ticket_ids:
+            self.engine.cancel_prefetch(ticket_id)
+        return pb.CancelPrefetchResponse()
+
+    @answering
+    async def Put(
+        self, request_iterator: AsyncIterator[pb.PutRequest], context: Context
+    ) -> pb.PutResponse:
+        """Store streamed blocks."""
+        return await self._streams.put(request_iterator)
+
+    @streaming
+    async def Get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[pb.GetResponse]:
+        """Stream blocks."""
+        space = self._space(request.space)
+        keys = self._keys(space, request.keys, may_be_empty=True)
+        deadline = min(request.deadline_ms, _MAX_WAIT_MS) / 1e3
+        stream = self._streams.get(space, keys, deadline)
+        async with contextlib.aclosing(stream):
+            async for message in stream:
+                yield message
+
+    @answering
+    async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
+        """Pin a run."""
+        space = self._space(request.space)
+        keys = self._keys(space, request.keys)
+        return pb.PinResponse(blocks=await self.engine.pin(space, keys, request.ttl_ms / 1e3))
+
+    @answering
+    async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
+        """Undo pins."""
+        space = self._space(request.space)
+        keys = self._keys(space, request.keys, may_be_empty=True)
+        return pb.UnpinResponse(blocks=await self.engine.unpin(space, keys or None))
+
+    @answering
+    async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:
+        """Remove copies."""
+        space = self._space(request.space)
+        keys = self._keys(space, request.keys, may_be_empty=True)
+        if request.tier == pb.TIER_GPU:
+            raise InvalidRequest("tier", "this daemon has no gpu tier")
+        tier = TierName(request.tier) if request.tier else None
+        copies, skipped = await self.engine.evict(space, keys or None, tier)
+        return pb.EvictResponse(copies=copies, skipped=skipped)
+
+    @answering
+    async def BumpEpoch(
+        self, request: pb.BumpEpochRequest, context: Context
+    ) -> pb.BumpEpochResponse:
+        """Make the space's blocks unreachable."""
+        space = self._space(request.space)
+        epoch = await self.engine.bump_epoch(space)
+        return pb.BumpEpochResponse(space=pb.SpaceRef(id=space.id, epoch=epoch))
+
+    @answering
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
+        """Not there yet."""
+        raise NotImplementedByServer("Explain is not implemented by this daemon")

@@ -1,0 +1,107 @@
+"""Prometheus metrics, read from the engine when scraped. Label sets are bounded."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+from prometheus_client.registry import Collector
+
+from kvstore.engine.counters import UsageCounts
+from kvstore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client import Metric
+
+    from kvstore.address import Address
+    from kvstore.engine import Engine
+
+__all__ = ["EngineCollector", "serve_metrics"]
+
+
+class EngineCollector(Collector):
+    """Turns the engine's numbers into metric families.
+
+    Runs on the HTTP server's thread: it reads plain numbers only, each of which is consistent.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Read from an engine."""
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families."""
+        engine = self._engine
+        spaces = list(engine.index.spaces.values())
+        tiers = [("host", engine.host.usage(), sum(s.host_blocks for s in spaces))]
+        if engine.disk is not None:
+            tiers.append(("disk", engine.disk.usage(), sum(s.disk_blocks for s in spaces)))
+        capacity = GaugeMetricFamily("kvstore_tier_capacity_bytes", "Limit.", labels=["tier"])
+        used = GaugeMetricFamily(
+            "kvstore_tier_used_bytes", "In blocks or granted.", labels=["tier"]
+        )
+        blocks = GaugeMetricFamily("kvstore_tier_blocks", "Blocks with a copy.", labels=["tier"])
+        for name, usage, count in tiers:
+            capacity.add_metric([name], usage.capacity_bytes)
+            used.add_metric([name], usage.used_bytes)
+            blocks.add_metric([name], count)
+        yield from (capacity, used, blocks)
+        yield GaugeMetricFamily("kvstore_leases", "Leases held.", value=engine.leases.count)
+        yield GaugeMetricFamily(
+            "kvstore_granted_slots",
+            "Slots granted and not settled.",
+            value=engine.grants.slot_count,
+        )
+        yield GaugeMetricFamily(
+            "kvstore_dirty_blocks", "Blocks on their way to disk.", value=engine.dirty_blocks()
+        )
+        for name, count in list(engine.counters.counts.items()):
+            yield CounterMetricFamily(f"kvstore_{name}", name.replace("_", " "), value=count)
+        for unit, misses in (
+            ("blocks", engine.counters.miss_blocks),
+            ("tokens", engine.counters.miss_tokens),
+        ):
+            family = CounterMetricFamily(
+                f"kvstore_miss_{unit}", f"Asked for and not served, {unit}.", labels=["reason"]
+            )
+            for reason, count in list(misses.items()):
+                family.add_metric([reason], count)
+            yield family
+        total = UsageCounts()
+        for counts in list(engine.usage.values()):
+            total.add(counts)
+        for name, count in asdict(total).items():
+            yield CounterMetricFamily(f"kvstore_client_{name}", "Reported by clients.", value=count)
+        for timing in engine.counters.timings():
+            yield SummaryMetricFamily(
+                f"kvstore_{timing.name}_seconds",
+                "Handler time.",
+                count_value=timing.count,
+                sum_value=timing.total,
+            )
+
+
+@contextmanager
+def serve_metrics(engine: Engine, address: Address) -> Iterator[None]:
+    """Serve `/metrics` on an address for as long as the context lasts.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(engine))
+    try:
+        server, thread = start_http_server(address.port, address.host, registry)
+    except OSError as error:
+        raise ConfigError(f"metrics: cannot bind {address}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

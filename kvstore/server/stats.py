@@ -1,0 +1,142 @@
+"""The engine's state as a StatsResponse."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import kvstore
+from kvstore.engine.attachments import State
+from kvstore.engine.counters import UsageCounts
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.wire import spec_to_message
+
+if TYPE_CHECKING:
+    from kvstore.engine import Engine
+    from kvstore.index import SpaceIndex
+
+__all__ = ["space_infos", "stats_message"]
+
+
+def _usage(counts: UsageCounts) -> pb.Usage:
+    return pb.Usage(**asdict(counts))
+
+
+def space_infos(engine: Engine) -> list[pb.SpaceInfo]:
+    """Return one entry per space."""
+    pinned: dict[bytes, int] = {}
+    for space_id, _ in engine.pinned:
+        pinned[space_id] = pinned.get(space_id, 0) + 1
+
+    def info(space: SpaceIndex) -> pb.SpaceInfo:
+        return pb.SpaceInfo(
+            space=pb.SpaceRef(id=space.id, epoch=space.epoch),
+            spec=spec_to_message(space.spec),
+            blocks=len(space.blocks),
+            blocks_host=space.host_blocks,
+            blocks_disk=space.disk_blocks,
+            pinned=pinned.get(space.id, 0),
+            usage=_usage(engine.usage.get(space.id, UsageCounts())),
+        )
+
+    return [info(space) for space in engine.index.spaces.values()]
+
+
+def _tiers(engine: Engine) -> list[pb.TierStats]:
+    counts = engine.counters.counts
+    spaces = engine.index.spaces.values()
+    shapes = {space.shape for space in spaces}
+    host = engine.host
+    usage = host.usage()
+    tiers = [
+        pb.TierStats(
+            tier=pb.TIER_HOST,
+            capacity_bytes=usage.capacity_bytes,
+            used_bytes=usage.used_bytes,
+            allocated_bytes=usage.allocated_bytes,
+            blocks=sum(s.host_blocks for s in spaces),
+            free_blocks=sum(host.free_blocks(shape) for shape in shapes),
+            hit_blocks=counts["hit_blocks_host"],
+            hit_tokens=counts["hit_tokens_host"],
+            dirty_blocks=engine.dirty_blocks(),
+            evicted_blocks=counts["evicted_blocks_host"],
+            state=host.state,
+        )
+    ]
+    disk = engine.disk
+    if disk is not None:
+        usage = disk.usage()
+        tiers.append(
+            pb.TierStats(
+                tier=pb.TIER_DISK,
+                capacity_bytes=usage.capacity_bytes,
+                used_bytes=usage.used_bytes,
+                allocated_bytes=usage.allocated_bytes,
+                blocks=sum(s.disk_blocks for s in spaces),
+                free_blocks=sum(disk.free_blocks(shape) for shape in shapes),
+                hit_blocks=counts["hit_blocks_disk"],
+                hit_tokens=counts["hit_tokens_disk"],
+                evicted_blocks=counts["evicted_blocks_disk"],
+                read_bytes=disk.read_bytes,
+                written_bytes=disk.written_bytes,
+                io_errors=disk.io_errors,
+                corrupt_blocks=disk.corrupt,
+                state=disk.state,
+                io_engine=disk.io_engine,
+            )
+        )
+    return tiers
+
+
+def stats_message(engine: Engine, boot_id: bytes, started: float) -> pb.StatsResponse:
+    """Return one consistent picture; `started` is `time.monotonic()` at start."""
+    total = UsageCounts()
+    for counts in engine.usage.values():
+        total.add(counts)
+    stuck_slots = stuck_bytes = 0
+    clients = []
+    for attachment in engine.attachments.snapshot():
+        stuck = engine.grants.open_slots_of(attachment)
+        if attachment.state in (State.PRESUMED_DEAD, State.SILENT):
+            stuck_slots += stuck.slots
+            stuck_bytes += stuck.bytes
+        clients.append(
+            pb.ClientStats(
+                attachment_id=attachment.id,
+                client=attachment.client,
+                pid=attachment.pid,
+                state=attachment.state.value,
+                leases=len(attachment.leases),
+                leased_bytes=attachment.leased_bytes,
+                granted_slots=stuck.slots,
+                granted_bytes=stuck.bytes,
+            )
+        )
+    return pb.StatsResponse(
+        boot_id=boot_id,
+        server_version=kvstore.__version__,
+        uptime_seconds=time.monotonic() - started,
+        tiers=_tiers(engine),
+        spaces=space_infos(engine),
+        clients=clients,
+        counters=dict(engine.counters.counts),
+        misses_blocks=dict(engine.counters.miss_blocks),
+        misses_tokens=dict(engine.counters.miss_tokens),
+        timings=[
+            pb.Timing(
+                name=t.name,
+                count=t.count,
+                p50_seconds=t.p50,
+                p95_seconds=t.p95,
+                p99_seconds=t.p99,
+            )
+            for t in engine.counters.timings()
+        ],
+        usage=_usage(total),
+        leases=engine.leases.count,
+        grants=len(engine.grants),
+        granted_slots=engine.grants.slot_count,
+        stuck_slots=stuck_slots,
+        stuck_bytes=stuck_bytes,
+    )

@@ -14,15 +14,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError, TierClosed
-from kvstore.memory import copy_batch
 from kvstore.tiers.base import Capabilities, Outcome, Slot, Tier, TierName, TierUsage, Transfer
-from kvstore.tiers.digests import digest_shards
+from kvstore.tiers.pool_copy import check_fits, copy_transfers, undisturbed
 from kvstore.tiers.pool_directory import create_pool, remove_pool, remove_stale_pools, slab_path
 from kvstore.tiers.pool_limits import check_capacity, memory_room
 from kvstore.tiers.slab import MIN_GROUP_BYTES, Slab, SlabGroup, group_slots
@@ -38,7 +37,6 @@ __all__ = ["HostTier", "remove_stale_pools"]
 
 _log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 _NO_ROOM: Final = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 
 
@@ -89,6 +87,7 @@ class HostTier(Tier):
         self._retry_seconds = retry_seconds
         self._open = False
         self._created = False
+        self._closing = asyncio.Lock()
         self._groups: dict[int, GroupSlots] = {}
         # Groups with free slots, per shape, in the order in which they are filled.
         self._ready: dict[BlockShape, dict[int, GroupSlots]] = {}
@@ -143,8 +142,12 @@ class HostTier(Tier):
         """Wait for transfers and the group being made; unmap; remove files and directory."""
         self._open = False
         self._owed.clear()
+        async with self._closing:
+            await self._give_back()
+
+    async def _give_back(self) -> None:
         if self._grower is not None:
-            await _undisturbed(asyncio.ensure_future(asyncio.wait([self._grower])))
+            await undisturbed(asyncio.ensure_future(asyncio.wait([self._grower])))
         for executor in (self._copier, self._builder):
             if executor is not None:
                 await asyncio.to_thread(executor.shutdown)
@@ -247,7 +250,7 @@ class HostTier(Tier):
             self._builder, self._build, number, shape, slots
         )
         try:
-            slabs = await _undisturbed(building)
+            slabs = await undisturbed(building)
         except asyncio.CancelledError:
             self._allocated_bytes -= taken
             if building.exception() is None:
@@ -456,49 +459,15 @@ class HostTier(Tier):
         if not self._open or self._copier is None:
             raise TierClosed("host", "the pool is closed")
         inside: list[int] = []
-        outside: list[int] = []
-        lengths: list[int] = []
         for transfer in transfers:
-            self._check(transfer)
+            group = self._group(transfer.slot.group)
+            group.check_taken([transfer.slot.index])
+            check_fits(transfer, group.info.shape)
             inside += self.addresses(transfer.slot)
-            outside += map(_address, transfer.buffers)
-            lengths += transfer.lengths
-
-        def work() -> list[Outcome]:
-            pool, buffers = np.array(inside, np.uint64), np.array(outside, np.uint64)
-            to, source = (pool, buffers) if to_pool else (buffers, pool)
-            copy_batch(to, source, np.array(lengths, np.uint64))
-            if to_pool:
-                return [Outcome.OK] * len(transfers)
-            return [_verify(transfer) for transfer in transfers]
-
-        loop = asyncio.get_running_loop()
-        return await _undisturbed(loop.run_in_executor(self._copier, work))
-
-    def _check(self, transfer: Transfer) -> None:
-        group = self._group(transfer.slot.group)
-        group.check_taken([transfer.slot.index])
-        shape = group.info.shape
-        if not len(transfer.buffers) == len(transfer.lengths) == shape.shards:
-            raise ValueError(f"{len(transfer.buffers)} buffers for {shape.shards} shards")
-        for buffer, length in zip(transfer.buffers, transfer.lengths, strict=True):
-            if not 0 <= length <= min(shape.slot_bytes, buffer.nbytes):
-                raise ValueError(
-                    f"{length} bytes do not fit: the slot has {shape.slot_bytes}, "
-                    f"the buffer {buffer.nbytes}"
-                )
-
-
-def _address(buffer: memoryview) -> int:
-    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    return address
-
-
-def _verify(transfer: Transfer) -> Outcome:
-    if transfer.digests is None:
-        return Outcome.OK
-    found = digest_shards(transfer.buffers, transfer.lengths)
-    return Outcome.OK if found == tuple(transfer.digests) else Outcome.CORRUPT
+        copying = asyncio.get_running_loop().run_in_executor(
+            self._copier, copy_transfers, inside, transfers, to_pool
+        )
+        return await undisturbed(copying)
 
 
 def _discard(slabs: Sequence[Slab]) -> None:
@@ -507,17 +476,3 @@ def _discard(slabs: Sequence[Slab]) -> None:
         slab.unlink()
         if not slab.close():
             _log.warning("%s is removed while its memory is still in use", slab.info.path.name)
-
-
-async def _undisturbed(future: asyncio.Future[_T]) -> _T:
-    """Wait for the future to the end, then raise CancelledError if the caller was cancelled."""
-    cancelled = False
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        future.exception()  # retrieved: the caller does not want to know
-        raise asyncio.CancelledError
-    return future.result()

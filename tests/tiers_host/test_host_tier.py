@@ -634,7 +634,7 @@ def test_a_cancelled_read_returns_only_when_nobody_writes_to_its_buffers(
             (slot,) = tier.allocate(_SMALL, 1)
             tier.views(slot)[0][:3] = b"abc"
             buffer = bytearray(4096)
-            monkeypatch.setattr("kvstore.tiers.host.copy_batch", slow)
+            monkeypatch.setattr("kvstore.tiers.pool_copy.copy_batch", slow)
             reading = asyncio.ensure_future(
                 tier.read([Transfer(slot, (memoryview(buffer),), (3,))])
             )

@@ -250,7 +250,7 @@ class Space(SpaceHandle):
         *,
         writers: Sequence[int] = (),
         deadline_s: float = 0.0,
-        protect: Keys | Sequence[bytes] = (),
+        protect: Keys | Sequence[bytes] | None = None,
     ) -> Future[Grant]:
         """Ask for empty slots without waiting; see `Attachment.reserve`."""
         return self._client.attachment.reserve(
@@ -350,9 +350,9 @@ class Client:
         *,
         requests: int = 0,
         prompt_tokens: int = 0,
-        reused_gpu: int = 0,
-        reused_host: int = 0,
-        reused_disk: int = 0,
+        reused_tokens_gpu: int = 0,
+        reused_tokens_host: int = 0,
+        reused_tokens_disk: int = 0,
         local_tokens: int = 0,
         load_failures: int = 0,
         loaded_bytes: int = 0,
@@ -366,9 +366,9 @@ class Client:
             space: whose blocks.
             requests: served.
             prompt_tokens: of these requests.
-            reused_gpu: tokens loaded that the GPU tier held when asked.
-            reused_host: tokens loaded that the host tier held when asked.
-            reused_disk: tokens loaded that the disk tier held when asked.
+            reused_tokens_gpu: tokens loaded that the GPU tier held when asked.
+            reused_tokens_host: tokens loaded that the host tier held when asked.
+            reused_tokens_disk: tokens loaded that the disk tier held when asked.
             local_tokens: found in the engine's own prefix cache.
             load_failures: loads reported failed to the engine.
             loaded_bytes: copied out.
@@ -378,9 +378,9 @@ class Client:
             space.ref,
             requests=requests,
             prompt_tokens=prompt_tokens,
-            reused_tokens_gpu=reused_gpu,
-            reused_tokens_host=reused_host,
-            reused_tokens_disk=reused_disk,
+            reused_tokens_gpu=reused_tokens_gpu,
+            reused_tokens_host=reused_tokens_host,
+            reused_tokens_disk=reused_tokens_disk,
             local_tokens=local_tokens,
             load_failures=load_failures,
             loaded_bytes=loaded_bytes,

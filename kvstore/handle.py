@@ -34,6 +34,21 @@ class SpaceHandle:
         self._stale: str = ""
         self._guard = threading.Lock()
 
+    @property
+    def id(self) -> bytes:
+        """The space's fingerprint, 32 bytes."""
+        return self.spec.fingerprint
+
+    @property
+    def epoch(self) -> int:
+        """Epoch that this handle is bound to."""
+        return self.ref.epoch
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, its shards one after the other."""
+        return self.spec.block_bytes
+
     def check(self) -> None:
         """Raise when the epoch is known to be over.
 

@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Final, Self
@@ -164,6 +164,7 @@ class Attachment:
         self._unmappable_boot: bytes = b""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._on_grant_revoked: list[Callable[[int, int], None]] = []
 
     def start(self) -> None:
         """Begin to attach, in the background. Idempotent."""
@@ -312,7 +313,7 @@ class Attachment:
         *,
         writers: Sequence[int] = (),
         deadline_s: float = 0.0,
-        protect: Keys | Sequence[bytes] = (),
+        protect: Keys | Sequence[bytes] | None = None,
     ) -> Future[Grant]:
         """Ask for up to `count` empty slots.
 
@@ -330,7 +331,7 @@ class Attachment:
             return failed(InvalidRequest("count", f"must be at least 1, not {count}"))
         try:
             current = self._active()
-            guarded = space.keys(protect)
+            guarded = space.keys(protect or ())
         except KVStoreError as error:
             return failed(error)
         grant_id = new_id()
@@ -370,7 +371,7 @@ class Attachment:
         grant_id: int,
         shard: int | None,
         slots: SlotArray,
-        keys: Keys | Sequence[bytes],
+        keys: Keys | bytes | Sequence[bytes],
         parents: bytes | Sequence[bytes | None],
     ) -> Future[bytes]:
         """Say that slots are filled, and with which blocks.
@@ -381,7 +382,7 @@ class Attachment:
             grant_id: the grant.
             shard: which shard was written; None: all that this process writes.
             slots: at most 32,768, of either slot dtype.
-            keys: one a slot.
+            keys: one a slot; bytes: packed.
             parents: the key before each, None (packed: zeros) where a chain starts.
 
         Returns:
@@ -390,7 +391,7 @@ class Attachment:
         size = space.spec.key_bytes
         try:
             current = self._active()
-            named = space.keys(keys)
+            named = Keys(keys, size) if isinstance(keys, bytes) else space.keys(keys)
         except KVStoreError as error:
             return failed(error)
         packed = parents if isinstance(parents, bytes) else pack_parents(parents, size)
@@ -504,12 +505,26 @@ class Attachment:
                     return False
                 elif self._current is not None:
                     self._current.dispatch(event)
-                    if kind == "active":
+                    if self._current.active and not self._settled:
                         self._announce("")
+                    if kind == "grant_revoked":
+                        self._revoked(event)
         finally:
             up.end()
             events.close()  # type: ignore[attr-defined]
         return False
+
+    def on_grant_revoked(self, callback: Callable[[int, int], None]) -> None:
+        """Call `callback(owner_id, grant_id)` when a grant's owner is gone.
+
+        Whoever writes to its slots stops, and aborts what it was to write: nobody will say any
+        more what goes there. Called on a background thread; must not block.
+        """
+        self._on_grant_revoked.append(callback)
+
+    def _revoked(self, event: Any) -> None:
+        for callback in list(self._on_grant_revoked):
+            callback(event.grant_revoked.owner_id, event.grant_revoked.grant_id)
 
     def _hello(self) -> pb.HelloResponse:
         request = pb.HelloRequest(protocol_version=PROTOCOL_VERSION, client=self.name)

@@ -121,7 +121,7 @@ class Incarnation:
         elif kind == "retire":
             self.slabs.retire(event.retire.groups)
         elif kind == "active":
-            self.active = True
+            self.active = self.mappable
         elif kind == "lease_grown":
             grown = event.lease_grown
             lease = self._leases.get(grown.lease_id)

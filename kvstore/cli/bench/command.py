@@ -2,13 +2,87 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import platform
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 __all__ = ["register"]
 
 
-def bench() -> int:
-    return 0
+class Leg(StrEnum):
+    """Parts of the bench."""
+
+    MEMORY = "memory"
+    DISK = "disk"
+    CALLS = "calls"
+    STREAM = "stream"
+
+
+def bench(
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir",
+            metavar="DIR",
+            help="Where to put the scratch directory (2 GB): on the disk that is to be measured.",
+        ),
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=1000, metavar="N", help="Rounds that medians are taken of.")
+    ] = 9,
+    only: Annotated[
+        list[Leg] | None,
+        typer.Option("--only", metavar="LEG", help="memory, disk, calls or stream; repeatable."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print every sample as JSON; progress on stderr.")
+    ] = False,
+) -> None:
+    """Measure the data path beside what the machine does without kvstore.
+
+    Starts daemons of its own. kvstore and its baselines are measured in turns, so that the ratio
+    holds on a machine whose speed changes from minute to minute.
+    """
+    from kvstore.cli.bench import calls, disk, memory, report, stream
+    from kvstore.cli.child import interruptible
+    from kvstore.cli.output import console, print_json, progress
+
+    legs = {
+        Leg.MEMORY: memory.measure,
+        Leg.DISK: disk.measure,
+        Leg.CALLS: calls.measure,
+        Leg.STREAM: stream.measure,
+    }
+    say = progress(to_stderr=as_json)
+    figures = []
+    with interruptible():
+        for leg in only or list(Leg):
+            say(f"measuring: {leg}")
+            with contextlib.ExitStack() as stack:
+                scratch = stack.enter_context(
+                    tempfile.TemporaryDirectory(
+                        prefix="kvstore-bench-", dir=directory, ignore_cleanup_errors=True
+                    )
+                )
+                figures += legs[leg](Path(scratch), rounds)
+    if as_json:
+        machine = {
+            "cores": len(os.sched_getaffinity(0)),
+            "machine": platform.machine(),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+        }
+        print_json(
+            {"machine": machine, "rounds": rounds, "figures": [f.as_json() for f in figures]}
+        )
+    else:
+        console().print(report.as_table(figures))
 
 
 def register(app: typer.Typer) -> None:

@@ -1,0 +1,42 @@
+"""The bench's result as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from kvstore.cli.bench.figure import Figure
+
+__all__ = ["as_table"]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _target(figure: Figure) -> str:
+    if figure.target is None:
+        return ""
+    text = f"≤ {figure.target:g} ms" if figure.unit == "ms" else f"≥ {figure.target:g}"
+    return f"{text}, {'met' if figure.met else 'MISSED'}"
+
+
+def as_table(figures: Sequence[Figure]) -> Table:
+    """Return one row per figure."""
+    table = Table()
+    table.add_column("median of")
+    table.add_column("kvstore", justify="right", no_wrap=True)
+    table.add_column("baseline", justify="right", no_wrap=True)
+    table.add_column("ratio", justify="right")
+    table.add_column("target")
+    for figure in figures:
+        baseline = f"{_number(figure.baseline)} {figure.against}" if figure.against else ""
+        table.add_row(
+            figure.name,
+            f"{_number(figure.value)} {figure.unit}",
+            baseline,
+            _number(figure.ratio),
+            _target(figure),
+        )
+    return table

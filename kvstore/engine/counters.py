@@ -87,7 +87,7 @@ class Counters:
     def timings(self) -> list[Timing]:
         """Return percentiles by name."""
         result = []
-        for name, samples in sorted(list(self._samples.items())):
+        for name, samples in sorted(self._samples.items()):
             ordered = sorted(samples.copy())
             last = len(ordered) - 1
             at = [ordered[round(last * q)] for q in (0.5, 0.95, 0.99)]

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from kvstore.engine.attachments import Attachment, Attachments, State
 from kvstore.engine.counters import Counters, UsageCounts
@@ -21,20 +21,22 @@ from kvstore.engine.flusher import Flusher
 from kvstore.engine.grants import Grant, Grants
 from kvstore.engine.leases import Acquired, Leases
 from kvstore.engine.misses import miss_of
+from kvstore.engine.pins import Pins
 from kvstore.engine.recovery import recover
 from kvstore.engine.room import HostRoom
-from kvstore.engine.waiting import RunWaiter, Ticket
+from kvstore.engine.store_thread import StoreThread
+from kvstore.engine.tickets import Tickets
+from kvstore.engine.waiting import RunWaiter
 from kvstore.errors import InvalidRequest, StaleEpoch, UnknownSpace
-from kvstore.index import NEVER, Block, BlockIndex, SpaceIndex
-from kvstore.index.records import PinRecord
-from kvstore.miss import Miss, MissReason
+from kvstore.index import Block, BlockIndex, SpaceIndex
+from kvstore.miss import Miss
 from kvstore.outcomes import CommitOutcome, Shortage
 from kvstore.prefetch.promoter import Promoter
 from kvstore.tiers.base import Slot, TierName
 from kvstore.tiers.control import ControlFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvstore.index.lmdb_store import MetaStore
     from kvstore.space import SpaceSpec
@@ -46,12 +48,8 @@ __all__ = ["Engine"]
 
 log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
-_Ts = TypeVar("_Ts")
-
 # A loop that holds the thread longer than this many blocks' work lets others run.
 _YIELD_BLOCKS: Final = 2000
-_MAX_TICKETS: Final = 10_000
 _HOUSEKEEPING_SECONDS: Final = 2.0
 _TOUCH_SAVE_SECONDS: Final = 30.0
 
@@ -100,7 +98,7 @@ class Engine:
         self._flush_on_commit = flush_on_commit
         self.index = BlockIndex(self._free_host, self._free_disk)
         self.grants = Grants(self.index, self._free_host, self._committed)
-        self._store_thread = ThreadPoolExecutor(1, "store")
+        self._store_thread = StoreThread(store)
         self._digest_threads = ThreadPoolExecutor(2, "digest")
         self.digester = Digester(self.index, host, self._digest_threads)
         self.leases = Leases(
@@ -113,8 +111,8 @@ class Engine:
         self.flusher: Flusher | None = None
         self.promoter: Promoter | None = None
         self.draining = False
-        self._tickets: dict[int, Ticket] = {}
-        self._pins: dict[tuple[bytes, bytes], float] = {}
+        self.tickets = Tickets(self.index, self.leases)
+        self.pins = Pins(self.index, self._store_thread)
         self._next_put = 0
         self._housekeeper: asyncio.Task[None] | None = None
         self.recovered_blocks = 0
@@ -137,12 +135,13 @@ class Engine:
             self.room = HostRoom(self.host, self.index, self.counters, self.attachments)
             self.room.held = lambda: bool(self.grants.slot_count or self.leases.count)
             self.host.on_group = self._new_group
+            self.host.on_no_room = self.room.signal.notify
             for record in self.store.spaces():
                 space = SpaceIndex(record.spec.fingerprint, record.spec, record.epoch)
                 self.index.spaces[space.id] = space
             if self.disk is not None:
                 await self._start_disk(self.disk)
-            self._restore_pins()
+            self.pins.restore()
         except BaseException:
             await self.host.close()
             raise
@@ -168,7 +167,6 @@ class Engine:
             self.index,
             self.host,
             disk,
-            self.store,
             self._store_thread,
             self.digester,
             self.counters,
@@ -180,6 +178,7 @@ class Engine:
         self.room.flusher = self.flusher
         self.room.flush_on_evict = not self._flush_on_commit
         self.leases.promoter = self.promoter
+        self.tickets.promoter = self.promoter
         self.flusher.start()
         self.promoter.start()
 
@@ -212,15 +211,10 @@ class Engine:
             await self.flusher.stop()
         if self.disk is not None:
             await self.disk.close()
-        self._store_thread.shutdown()
+        self._store_thread.close()
         self._digest_threads.shutdown()
         self.control.close()
         await self.host.close()
-
-    async def _in_store(self, function: Callable[[_Ts], _T], argument: _Ts) -> _T:
-        """Run a store method on the one thread that uses the store."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._store_thread, function, argument)
 
     def _free_host(self, slot: Slot) -> None:
         self.room.free(slot)
@@ -267,10 +261,8 @@ class Engine:
         saved = time.monotonic()
         while True:
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
-            now = time.time()
-            expired = [name for name, until in self._pins.items() if until < now]
-            if expired:
-                await self._unpin(expired)
+            await self.pins.expire()
+            self.tickets.expire()
             await self._try_disk_again()
             if self.flusher is not None and time.monotonic() - saved > _TOUCH_SAVE_SECONDS:
                 saved = time.monotonic()
@@ -278,9 +270,6 @@ class Engine:
                     blocks = list(space.blocks.values())
                     for at in range(0, len(blocks), _YIELD_BLOCKS):
                         await self.flusher.save_touches(blocks[at : at + _YIELD_BLOCKS])
-            for ticket_id, ticket in list(self._tickets.items()):
-                if not ticket.waiter.pending or ticket.deadline < asyncio.get_running_loop().time():
-                    self.cancel_prefetch(ticket_id)
 
     async def _try_disk_again(self) -> None:
         if self.disk is None or self.flusher is None or self.disk.state == "ok":
@@ -304,7 +293,7 @@ class Engine:
                 f"a block takes {spec.shape.block_bytes} bytes, the host pool has {capacity}",
             )
         if space is None:
-            record = await self._in_store(self.store.put_space, spec)
+            record = await self._store_thread.run(self.store.put_space, spec)
             # Another call may have been faster while this one waited.
             space = self.index.spaces.setdefault(space_id, SpaceIndex(space_id, spec, record.epoch))
         self.host.want(space.shape, 1)
@@ -512,105 +501,11 @@ class Engine:
         waiter.close()
         self.room.signal.notify()
 
-    async def prefetch(
-        self,
-        space: SpaceIndex,
-        keys: Sequence[bytes],
-        ticket_id: int,
-        deadline_seconds: float,
-        priority: int,
-        wait_seconds: float,
-    ) -> tuple[int, bool, Miss]:
-        """Ask for a run in host memory; join the ticket if it is known.
-
-        Returns:
-            blocks of the leading run in host by now, whether nothing more is coming, and why the
-            run ends.
-        """
-        loop = asyncio.get_running_loop()
-        ticket = self._tickets.get(ticket_id)
-        if ticket is None:
-            if len(self._tickets) >= _MAX_TICKETS:
-                self.cancel_prefetch(next(iter(self._tickets)))
-            run, miss = self.leases.find_run(space, keys)
-            self.index.touch(run)
-            cold = [b for b in run if b.host is None]
-            waiter = RunWaiter(self.index, cold, hold=False)
-            deadline = loop.time() + (deadline_seconds or NEVER)
-            ticket = self._tickets[ticket_id] = Ticket(run, miss, waiter, deadline)
-            if cold and self.promoter is not None:
-                self.promoter.request(cold, waiter, priority)
-        waiter = ticket.waiter
-        await waiter.wait(min(ticket.deadline, loop.time() + wait_seconds))
-        if waiter.pending and loop.time() >= ticket.deadline:
-            self.cancel_prefetch(ticket_id)
-            waiter.pending.clear()
-        blocks = next((i for i, b in enumerate(ticket.run) if b.host is None), len(ticket.run))
-        miss = ticket.miss
-        if blocks < len(ticket.run):
-            block = ticket.run[blocks]
-            miss = Miss(waiter.failures.get(block, MissReason.DEADLINE), "disk")
-        done = not waiter.pending
-        if done:
-            self._tickets.pop(ticket_id, None)
-        return blocks, done, miss
-
-    def cancel_prefetch(self, ticket_id: int) -> None:
-        """Forget a ticket; what nobody else waits for and has not begun is dropped."""
-        ticket = self._tickets.pop(ticket_id, None)
-        if ticket is not None:
-            self.end_read(ticket.waiter)
-
     async def pin(self, space: SpaceIndex, keys: Sequence[bytes], ttl_seconds: float) -> int:
         """Pin the leading run, durably; return its length."""
         run, _ = self.leases.find_run(space, keys)
-        until = time.time() + ttl_seconds if ttl_seconds else NEVER
-        for block in run:
-            block.pinned_until = until
-            self._pins[(space.id, block.key)] = until
-        expires = 0.0 if until == NEVER else until
-        await self._in_store(
-            self.store.put_pins, [PinRecord(space.id, b.key, expires) for b in run]
-        )
+        await self.pins.pin(space, run, ttl_seconds)
         return len(run)
-
-    async def unpin(self, space: SpaceIndex, keys: Sequence[bytes] | None) -> int:
-        """Unpin keys, or a whole space; return how many were pinned."""
-        wanted = None if keys is None else set(keys)
-        names = [n for n in self._pins if n[0] == space.id and (wanted is None or n[1] in wanted)]
-        await self._unpin(names)
-        return len(names)
-
-    async def _unpin(self, names: Sequence[tuple[bytes, bytes]]) -> None:
-        for space_id, key in names:
-            self._pins.pop((space_id, key), None)
-            space = self.index.spaces.get(space_id)
-            block = None if space is None else space.blocks.get(key)
-            if block is not None:
-                block.pinned_until = 0.0
-                self.index.offer(block)
-        if names:
-            await self._in_store(self.store.delete_pins, list(names))
-
-    def _restore_pins(self) -> None:
-        """Pin again what is still there; forget the other pins."""
-        lost = []
-        for pin in self.store.pins():
-            space = self.index.spaces.get(pin.space_id)
-            block = None if space is None else space.blocks.get(pin.key)
-            until = pin.expires_unix or NEVER
-            if block is None or until < time.time():
-                lost.append((pin.space_id, pin.key))
-            else:
-                block.pinned_until = until
-                self._pins[(pin.space_id, pin.key)] = until
-        if lost:
-            self.store.delete_pins(lost)
-
-    @property
-    def pinned(self) -> dict[tuple[bytes, bytes], float]:
-        """Pinned (space id, key) with their expiry, Unix seconds."""
-        return self._pins
 
     async def evict(
         self, space: SpaceIndex, keys: Sequence[bytes] | None, tier: TierName | None
@@ -650,7 +545,7 @@ class Engine:
 
     async def bump_epoch(self, space: SpaceIndex) -> int:
         """Make every block of the space unreachable, durably; return the new epoch."""
-        epoch = await self._in_store(self.store.bump_epoch, space.id)
+        epoch = await self._store_thread.run(self.store.bump_epoch, space.id)
         if epoch <= space.epoch:
             return space.epoch  # a concurrent bump did it
         space.epoch = epoch
@@ -658,8 +553,7 @@ class Engine:
         for attachment in self.attachments.snapshot():
             self.leases.revoke_space(attachment, space)
         self.index.discard_space(space)
-        for name in [n for n in self._pins if n[0] == space.id]:
-            del self._pins[name]
+        self.pins.forget_space(space)
         return epoch
 
     async def flush(self, timeout: float) -> tuple[int, list[Block]]:

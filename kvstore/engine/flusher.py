@@ -32,13 +32,12 @@ from kvstore.tiers.base import Outcome, Slot, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from concurrent.futures import Executor
 
     from kvstore.engine.counters import Counters
     from kvstore.engine.digester import Digester
     from kvstore.engine.room import Signal
+    from kvstore.engine.store_thread import StoreThread
     from kvstore.index import BlockIndex
-    from kvstore.index.lmdb_store import MetaStore
     from kvstore.space import BlockShape
     from kvstore.tiers.disk import DiskTier
     from kvstore.tiers.host import HostTier
@@ -71,18 +70,16 @@ class Flusher:
         index: BlockIndex,
         host: HostTier,
         disk: DiskTier,
-        store: MetaStore,
-        store_thread: Executor,
+        store: StoreThread,
         digester: Digester,
         counters: Counters,
         room: Signal,
     ) -> None:
-        """Compose; `store_thread` is the one thread that writes to LMDB."""
+        """Compose; `start` begins to serve."""
         self._index = index
         self._host = host
         self._disk = disk
         self._store = store
-        self._store_thread = store_thread
         self._digester = digester
         self._counters = counters
         self._room = room
@@ -419,15 +416,10 @@ class Flusher:
             return True
         # A block that came back under the same key has a record of its own by now.
         names = [(b.space.id, b.key) for b, _ in deletes if not self._is_back(b)]
-        loop = asyncio.get_running_loop()
         self._deletes_in_commit += len(deletes)
         try:
-            await loop.run_in_executor(
-                self._store_thread,
-                self._store.commit_blocks,
-                self._disk.store_id,
-                list(records),
-                names,
+            await self._store.run(
+                self._store.store.commit_blocks, self._disk.store_id, list(records), names
             )
         except KVStoreError as error:
             log.warning("index commit failed: %s", error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.engine.room import Signal
@@ -12,9 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.index import Block, BlockIndex
-    from kvstore.miss import Miss, MissReason
+    from kvstore.miss import MissReason
 
-__all__ = ["RunWaiter", "Ticket"]
+__all__ = ["RunWaiter"]
 
 
 class RunWaiter:
@@ -62,20 +61,3 @@ class RunWaiter:
         held, self._held = self._held, []
         for block in held:
             self._index.release_host(block)
-
-
-@dataclass(slots=True)
-class Ticket:
-    """A prefetch that somebody may ask about again.
-
-    Attributes:
-        run: the leading run that was present when asked.
-        miss: why the run ended there.
-        waiter: waits for those blocks of the run that were on disk.
-        deadline: loop time after which it is not pursued.
-    """
-
-    run: list[Block]
-    miss: Miss
-    waiter: RunWaiter
-    deadline: float

@@ -220,7 +220,7 @@ class KVStoreService(rpc.KVStoreServicer):
             raise InvalidRequest("tier", "this daemon promotes to host only")
         if not 0 < request.ticket_id < 1 << 63:
             raise InvalidRequest("ticket_id", "must be a non-zero 63-bit number")
-        blocks, done, miss = await self.engine.prefetch(
+        blocks, done, miss = await self.engine.tickets.prefetch(
             space,
             keys,
             request.ticket_id,
@@ -236,7 +236,7 @@ class KVStoreService(rpc.KVStoreServicer):
     ) -> pb.CancelPrefetchResponse:
         """Forget tickets."""
         for ticket_id in request.ticket_ids:
-            self.engine.cancel_prefetch(ticket_id)
+            self.engine.tickets.cancel(ticket_id)
         return pb.CancelPrefetchResponse()
 
     @answering
@@ -269,7 +269,7 @@ class KVStoreService(rpc.KVStoreServicer):
         """Undo pins."""
         space = self._space(request.space)
         keys = self._keys(space, request.keys, may_be_empty=True)
-        return pb.UnpinResponse(blocks=await self.engine.unpin(space, keys or None))
+        return pb.UnpinResponse(blocks=await self.engine.pins.unpin(space, keys or None))
 
     @answering
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:

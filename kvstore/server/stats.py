@@ -25,9 +25,7 @@ def _usage(counts: UsageCounts) -> pb.Usage:
 
 def space_infos(engine: Engine) -> list[pb.SpaceInfo]:
     """Return one entry per space."""
-    pinned: dict[bytes, int] = {}
-    for space_id, _ in engine.pinned:
-        pinned[space_id] = pinned.get(space_id, 0) + 1
+    pinned = engine.pins.counts()
 
     def info(space: SpaceIndex) -> pb.SpaceInfo:
         return pb.SpaceInfo(

@@ -1,0 +1,113 @@
+"""Prefetch tickets: runs that somebody wants in memory soon, and may ask about again."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvstore.engine.waiting import RunWaiter
+from kvstore.index import NEVER
+from kvstore.miss import Miss, MissReason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.engine.leases import Leases
+    from kvstore.index import Block, BlockIndex, SpaceIndex
+    from kvstore.prefetch.promoter import Promoter
+
+__all__ = ["Tickets"]
+
+# Beyond this the oldest ticket is cancelled: ids are the clients' and may never be asked again.
+_MAX_TICKETS: Final = 10_000
+
+
+@dataclass(slots=True)
+class _Ticket:
+    run: list[Block]
+    miss: Miss
+    waiter: RunWaiter
+    deadline: float
+
+
+class Tickets:
+    """All tickets that are not done."""
+
+    def __init__(self, index: BlockIndex, leases: Leases) -> None:
+        """Compose; `promoter` is set afterwards when there is a disk tier."""
+        self._index = index
+        self._leases = leases
+        self.promoter: Promoter | None = None
+        self._tickets: dict[int, _Ticket] = {}
+
+    def __len__(self) -> int:
+        """Return the number of tickets."""
+        return len(self._tickets)
+
+    async def prefetch(
+        self,
+        space: SpaceIndex,
+        keys: Sequence[bytes],
+        ticket_id: int,
+        deadline_seconds: float,
+        priority: int,
+        wait_seconds: float,
+    ) -> tuple[int, bool, Miss]:
+        """Ask for a run in host memory; join the ticket if it is known.
+
+        Returns:
+            blocks of the leading run in host by now, whether nothing more is coming, and why the
+            run ends.
+        """
+        loop = asyncio.get_running_loop()
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None:
+            ticket = self._open(space, keys, deadline_seconds, priority)
+            if len(self._tickets) >= _MAX_TICKETS:
+                self.cancel(next(iter(self._tickets)))
+            self._tickets[ticket_id] = ticket
+        waiter = ticket.waiter
+        await waiter.wait(min(ticket.deadline, loop.time() + wait_seconds))
+        if loop.time() >= ticket.deadline:
+            self._give_up(ticket)
+        blocks = next((i for i, b in enumerate(ticket.run) if b.host is None), len(ticket.run))
+        miss = ticket.miss
+        if blocks < len(ticket.run):
+            failure = waiter.failures.get(ticket.run[blocks], MissReason.DEADLINE)
+            miss = Miss(failure, "disk")
+        if not waiter.pending:
+            self._tickets.pop(ticket_id, None)
+        return blocks, not waiter.pending, miss
+
+    def _open(
+        self, space: SpaceIndex, keys: Sequence[bytes], deadline_seconds: float, priority: int
+    ) -> _Ticket:
+        run, miss = self._leases.find_run(space, keys)
+        self._index.touch(run)
+        cold = [b for b in run if b.host is None]
+        waiter = RunWaiter(self._index, cold, hold=False)
+        if self.promoter is not None:
+            self.promoter.request(cold, waiter, priority)
+        deadline = asyncio.get_running_loop().time() + (deadline_seconds or NEVER)
+        return _Ticket(run, miss, waiter, deadline)
+
+    def cancel(self, ticket_id: int) -> None:
+        """Forget a ticket; what nobody else waits for and has not begun is dropped."""
+        ticket = self._tickets.pop(ticket_id, None)
+        if ticket is not None:
+            self._give_up(ticket)
+
+    def expire(self) -> None:
+        """Forget the tickets that are done or late."""
+        now = asyncio.get_running_loop().time()
+        for ticket_id, ticket in list(self._tickets.items()):
+            if not ticket.waiter.pending or ticket.deadline < now:
+                self.cancel(ticket_id)
+
+    def _give_up(self, ticket: _Ticket) -> None:
+        waiter = ticket.waiter
+        if waiter.pending and self.promoter is not None:
+            self.promoter.cancel(list(waiter.pending), waiter)
+        waiter.pending.clear()
+        waiter.close()

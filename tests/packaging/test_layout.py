@@ -48,7 +48,16 @@ def _source_files() -> set[str]:
 
 def _build(out: Path, *options: str) -> zipfile.ZipFile:
     subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *options, str(ROOT)],
+        [
+            sys.executable,
+            "-m",
+            "build",
+            "--no-isolation",
+            "--outdir",
+            str(out),
+            *options,
+            str(ROOT),
+        ],
         check=True,
         capture_output=True,
     )

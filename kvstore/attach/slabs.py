@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.attach.prefault import Prefaulter
 from kvstore.errors import AttachmentLost
 from kvstore.memory import Mapping
 from kvstore.proto import kvstore_pb2 as pb
@@ -73,11 +74,13 @@ class SlabTable:
         self._retired: set[int] = set()
         self._ended: str = ""
         self._when_idle: Callable[[], None] | None = None
+        self._prefaulter = Prefaulter(self._fill)
 
     def announce(self, slab: pb.Slab) -> None:
-        """Take note of a slab; it is mapped when it is first needed."""
+        """Take note of a slab; it is mapped when it is first needed, or a little before."""
         with self._changed:
             self._announced[slab.group, slab.shard] = slab
+            self._prefaulter.announced(slab.group, slab.shard, slab.length)
             self._changed.notify_all()
 
     def retire(self, groups: Iterable[int]) -> None:
@@ -101,6 +104,7 @@ class SlabTable:
             if self._ended:
                 return
             self._ended = reason
+            self._prefaulter.end()
             self._changed.notify_all()
             if +self._users:
                 self._when_idle = when_idle
@@ -177,7 +181,21 @@ class SlabTable:
             except (OSError, ValueError) as error:
                 raise AttachmentLost(f"slab group {group} cannot be mapped: {error}") from error
             self._mapped[place] = slab
+            self._prefaulter.used(group, shard, slab.mapping.length)
             return slab
+
+    def _fill(self, group: int, shard: int) -> None:
+        """Fill a slab's page tables; counts as a copy, so that it is not unmapped meanwhile."""
+        try:
+            self.use([group])
+        except AttachmentLost:
+            return
+        try:
+            self.slab(group, shard).mapping.populate()
+        except (AttachmentLost, OSError) as error:
+            _log.debug("slab %d of shard %d: %s", group, shard, error)
+        finally:
+            self.unuse([group])
 
     def addresses(self, slots: SlotArray, shard: int) -> NDArray[np.uint64]:
         """Return the address of each slot of a shard, shape (n,). Call between use and unuse.

@@ -1,0 +1,69 @@
+"""Fills the page tables of announced slabs, in the background.
+
+The daemon's pages are there; this process's page tables are not. A copy that meets an unmapped
+page takes a fault for every 4 KiB: 128 MiB took 22 ms instead of 8 to write. Filling a slab's
+tables at once takes less than those faults, and no copy waits for it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from kvstore.units import GIB
+
+__all__ = ["Prefaulter"]
+
+# Page tables cost 2 MiB a GiB, and a start should not burn seconds of CPU for a pool of which
+# little will be used: beyond this, slabs are filled once they are used.
+_EAGER_BYTES: Final = 8 * GIB
+# Share of the time that the thread works: it competes with the engine's start.
+_DUTY: Final = 0.5
+
+
+class Prefaulter:
+    """A thread that fills slabs one by one."""
+
+    def __init__(self, fill: Callable[[int, int], None]) -> None:
+        """Start nothing yet.
+
+        Args:
+            fill: maps and fills one slab (group, shard); blocks, without the GIL; does nothing
+                when the slab is gone.
+        """
+        self._fill = fill
+        self._waiting: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._seen: set[tuple[int, int]] = set()
+        self._bytes = 0
+        self._ended = False
+        self._thread: threading.Thread | None = None
+
+    def announced(self, group: int, shard: int, length: int) -> None:
+        """Fill a new slab unless much is filled already. The caller serialises calls."""
+        if self._bytes + length <= _EAGER_BYTES:
+            self.used(group, shard, length)
+
+    def used(self, group: int, shard: int, length: int) -> None:
+        """Fill a slab that a copy needs. The caller serialises calls."""
+        if (group, shard) in self._seen or self._ended:
+            return
+        self._seen.add((group, shard))
+        self._bytes += length
+        self._waiting.put((group, shard))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvstore-prefault", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """Fill nothing more. Idempotent."""
+        self._ended = True
+        self._waiting.put(None)
+
+    def _run(self) -> None:
+        while (place := self._waiting.get()) is not None and not self._ended:
+            began = time.monotonic()
+            self._fill(*place)
+            time.sleep((time.monotonic() - began) * (1 / _DUTY - 1))

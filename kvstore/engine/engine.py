@@ -388,8 +388,13 @@ class Engine:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_seconds
         while True:
-            # Holding a chain's last block that is nowhere but in host keeps the whole chain.
-            held = [b for b in map(space.blocks.get, protect) if b is not None]
+            # Holding the last block of a chain keeps what it hangs on. A block that is on disk
+            # too may leave host: it stays a parent.
+            held = [
+                b
+                for b in map(space.blocks.get, protect)
+                if b is not None and b.host is not None and b.disk is None
+            ]
             for block in held:
                 self.index.hold_host(block)
             try:

@@ -64,7 +64,7 @@ class Writing(FlowsBase):
         try:
             while at < len(keys):
                 if pending is None:
-                    pending = self._reserve(keys, done, at, size, deadline)
+                    pending = self._reserve(keys, {done, at}, at, size, deadline)
                 limit = deadline.left + self._timeout_s + LATE_SECONDS
                 grant = yield Await(pending, limit)
                 pending = None
@@ -77,7 +77,7 @@ class Writing(FlowsBase):
                     continue
                 first, at = at, at + len(grant.slots)
                 if at < len(keys) and grant.shortage is not Shortage.NO_ROOM:
-                    pending = self._reserve(keys, done, at, size, deadline)
+                    pending = self._reserve(keys, {done, first, at}, at, size, deadline)
                 yield Work(partial(self._copy_in, grant, rows, first))
                 if committing is not None:
                     done = yield from self._settle(*committing)
@@ -97,16 +97,16 @@ class Writing(FlowsBase):
                 pending.add_done_callback(self._abort_when_there)
 
     def _reserve(
-        self, keys: Keys, done: int, at: int, size: int, deadline: Deadline
+        self, keys: Keys, ends: set[int], at: int, size: int, deadline: Deadline
     ) -> Future[Grant]:
-        # The block before the window may not be committed yet; then the last one that is stands
-        # for the chain.
-        ends = (keys[i - 1] if i else keys.parent for i in {done, at})
+        # The chain is protected by the block before the window, and while that one is not there
+        # yet, by the ends of the windows before it.
+        before = (keys[i - 1] if i else keys.parent for i in ends)
         return self._attachment.reserve(
             self._space,
             min(size, len(keys) - at),
             deadline_s=deadline.left,
-            protect=[key for key in ends if key is not None],
+            protect=[key for key in before if key is not None],
         )
 
     def _copy_in(self, grant: Grant, rows: Rows, first: int) -> None:

@@ -1,0 +1,273 @@
+"""The eviction rule as slow, obvious code: lists, sets, and no bookkeeping that could be wrong.
+
+A block's HOST copy may leave if and only if
+
+* nothing uses it: no lease, no mover; and
+* no child has a host copy or is partly committed; and
+* the block is on disk as well, or this is its last copy, and then it is neither pinned nor waiting
+  for the disk. (One that the disk refused does not wait.)
+
+A block's DISK copy may leave if and only if
+
+* nobody reads it; and
+* no child is on disk or waits for it; and
+* the block is in host as well, or this is its last copy, and then no child is anywhere, not even
+  partly committed, and it is not pinned.
+
+The coldest one goes first. A new block needs a parent that is there. A block goes to disk after its
+parent; if nothing may leave the disk for it, it is refused there, stays in host only, and so do
+its descendants, until they are asked for again.
+
+Keys are texts, and name their chain: the parent of "aab" is "aa". Nothing here imports kvstore.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Model", "parent_of"]
+
+
+def parent_of(key: str) -> str | None:
+    return key[:-1] or None
+
+
+class Model:
+    """Blocks in two tiers.
+
+    Attributes:
+        order: every block, coldest first.
+        host, disk: blocks with a copy there.
+        waiting: blocks queued for the disk, first one first.
+        refused: blocks that the disk had no room for.
+        pinned: blocks whose last copy must stay.
+        used, read: per use of a host copy, or read of a disk copy, one entry.
+        partly: keys of which some shards are committed, one entry per slot.
+        granted: host slots without a key.
+        deaths: blocks that were discarded. What still uses one knows it by another name, such as
+            "ab#3"; its copies keep their slots until then.
+    """
+
+    def __init__(self, host_blocks: int, disk_blocks: int, policy: str) -> None:
+        self.host_blocks, self.disk_blocks, self.policy = host_blocks, disk_blocks, policy
+        self.order: list[str] = []
+        self.host: set[str] = set()
+        self.disk: set[str] = set()
+        self.waiting: list[str] = []
+        self.refused: set[str] = set()
+        self.pinned: set[str] = set()
+        self.used: list[str] = []
+        self.read: list[str] = []
+        self.partly: list[str] = []
+        self.granted = 0
+        self.deaths = 0
+
+    # The rule.
+
+    def has_child(self, key: str, among: set[str] | list[str]) -> bool:
+        return any(parent_of(other) == key for other in among)
+
+    def evictable_host(self, key: str) -> bool:
+        if key not in self.host or key in self.used:
+            return False
+        if self.has_child(key, self.host) or self.has_child(key, self.partly):
+            return False
+        return key in self.disk or (key not in self.pinned and key not in self.waiting)
+
+    def evictable_disk(self, key: str) -> bool:
+        if key not in self.disk or key in self.read:
+            return False
+        if self.has_child(key, self.disk) or self.has_child(key, self.waiting):
+            return False
+        if key in self.host:
+            return True
+        child = self.has_child(key, self.order) or self.has_child(key, self.partly)
+        return not child and key not in self.pinned
+
+    # What follows from it.
+
+    def coldest_host(self) -> str | None:
+        return next((k for k in self.order if self.evictable_host(k)), None)
+
+    def coldest_disk(self) -> str | None:
+        return next((k for k in self.order if self.evictable_disk(k)), None)
+
+    def free_host(self) -> int:
+        dead = {name for name in self.used if "#" in name}
+        return self.host_blocks - len(self.host) - len(dead) - len(self.partly) - self.granted
+
+    def free_disk(self) -> int:
+        return self.disk_blocks - len(self.disk) - len({name for name in self.read if "#" in name})
+
+    def touch(self, run: list[str]) -> None:
+        """Tail first, head last."""
+        for key in reversed(run):
+            self.order.remove(key)
+            self.order.append(key)
+
+    def make_room(self, wanted: int, protect: list[str] | None = None) -> int:
+        """Evict until `wanted` host slots are free, or nothing may go; return how many are."""
+        self.used += protect or []
+        while self.free_host() < wanted and (victim := self.coldest_host()) is not None:
+            if (
+                self.policy == "evict"
+                and self.disk_blocks
+                and victim not in self.disk | self.refused
+            ):
+                self.enqueue(victim)
+            else:
+                self.drop_host(victim)
+        for key in protect or []:
+            self.used.remove(key)
+        return min(wanted, self.free_host())
+
+    def reserve(self, wanted: int, protect: list[str]) -> int:
+        """Grant up to `wanted` slots; the chains that end in `protect` stay."""
+        # A protected block that is on disk stays there without its host copy, and its chain too.
+        # One that is not keeps its chain by its host copy: each of them has a child in host.
+        held = [k for k in protect if k in self.host - self.disk]
+        got = self.make_room(wanted, held)
+        if got < wanted and self.policy == "evict" and self.disk_blocks:
+            # The only blocks that could leave may be the protected ones: once they are on disk
+            # their host copies can go, so that a chain may be longer than the host tier.
+            for key in held:
+                if key not in self.refused:
+                    self.enqueue(key)
+        self.granted += got
+        return got
+
+    def commit(self, key: str, *, partly: bool = False) -> str:
+        """Bind a granted slot to a key: some of its shards (`partly`), or all at once."""
+        self.granted -= 1
+        parent = parent_of(key)
+        if key in self.order:
+            return "exists"
+        if parent is not None and parent not in self.order and parent not in self.partly:
+            return "parent missing"
+        self.partly.append(key)
+        return "waiting" if partly else self.complete(key)
+
+    def complete(self, key: str) -> str:
+        """The last shard of a slot is committed."""
+        self.partly.remove(key)
+        parent = parent_of(key)
+        if key in self.order:
+            return "exists"
+        if parent is not None and parent not in self.order:
+            return "parent missing"
+        self.order.append(key)
+        self.host.add(key)
+        if parent is not None:
+            self.touch([parent])
+        if self.policy == "through" and self.disk_blocks:
+            if parent in self.refused:
+                self.refused.add(key)
+            else:
+                self.enqueue(key)
+        return "committed"
+
+    def enqueue(self, key: str) -> None:
+        """Queue a block for the disk, behind those of its ancestors that are not there."""
+        if key in self.disk or key in self.waiting:
+            return
+        parent = parent_of(key)
+        if parent is not None:
+            self.enqueue(parent)
+        self.waiting.append(key)
+        self.refused.discard(key)
+
+    def flush_step(self) -> str:
+        """Bring the first waiting block to disk, or refuse it."""
+        key = self.waiting[0]
+        if parent_of(key) not in self.disk | {None}:
+            return self.refuse(key)
+        if self.free_disk() == 0:
+            victim = self.coldest_disk()
+            if victim is not None:
+                self.drop_disk(victim)
+            if self.free_disk() == 0:
+                return "busy" if self.read else self.refuse(key)
+        self.waiting.remove(key)
+        self.disk.add(key)
+        return "flushed"
+
+    def refuse(self, key: str) -> str:
+        self.waiting.remove(key)
+        self.refused.add(key)
+        return "refused"
+
+    def promote(self, key: str) -> bool:
+        """Give a block that is on disk a host copy."""
+        self.read.append(key)
+        room = key not in self.host and self.make_room(1) == 1
+        self.read.remove(key)
+        if room:
+            self.host.add(key)
+        return room
+
+    def hold(self, run: list[str]) -> None:
+        self.used += run
+
+    def release(self, run: list[str]) -> None:
+        for name in run:
+            self.used.remove(name)
+
+    def begin_read(self, key: str) -> None:
+        self.read.append(key)
+
+    def end_read(self, name: str) -> None:
+        self.read.remove(name)
+
+    def pin(self, run: list[str]) -> None:
+        self.pinned |= set(run)
+
+    def unpin(self, key: str) -> None:
+        self.pinned.discard(key)
+
+    def abort(self) -> None:
+        self.granted -= 1
+
+    def abort_partly(self, key: str) -> None:
+        self.partly.remove(key)
+
+    def drop_host(self, key: str) -> None:
+        assert not self.has_child(key, self.host), "a head must outlive its tail"
+        self.host.remove(key)
+        if key not in self.disk:
+            self.forget(key)
+
+    def drop_disk(self, key: str) -> None:
+        self.disk.remove(key)
+        if key in self.host:
+            self.refused.add(key)
+        else:
+            self.forget(key)
+
+    def evict(self, keys: list[str], tier: str) -> None:
+        """Drop the copies that may go, as often as dropping some sets others free."""
+        may_go = self.evictable_host if tier == "host" else self.evictable_disk
+        drop = self.drop_host if tier == "host" else self.drop_disk
+        while going := [k for k in keys if may_go(k)]:
+            drop(going[0])
+
+    def discard(self, key: str) -> dict[str, str]:
+        """A block is damaged: it goes, and all that hangs on it, whoever uses it.
+
+        Returns:
+            the other names of those that went.
+        """
+        names = {}
+        for victim in [k for k in self.order if k.startswith(key)]:
+            self.deaths += 1
+            names[victim] = f"{victim}#{self.deaths}"
+            self.used = [names.get(k, k) for k in self.used]
+            self.read = [names.get(k, k) for k in self.read]
+            self.host.discard(victim)
+            self.disk.discard(victim)
+            self.forget(victim)
+        return names
+
+    def forget(self, key: str) -> None:
+        self.order.remove(key)
+        self.refused.discard(key)
+        self.pinned.discard(key)
+        if key in self.waiting:
+            self.waiting.remove(key)

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 from kvstore.index.block import Flush
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvstore.index.block import Block
 
 __all__ = ["EvictionQueue", "disk_evictable", "host_evictable"]
@@ -80,6 +82,24 @@ class EvictionQueue:
                 return True
             block.in_disk_queue = True
         heapq.heappush(self._heap, (block.sequence, id(block), block))
+        return True
+
+    def offer_all(self, blocks: Iterable[Block]) -> None:
+        """Offer many blocks at once, in linear time."""
+        offered = [b for b in blocks if self._may_enter(b)]
+        self._heap += [(b.sequence, id(b), b) for b in offered]
+        heapq.heapify(self._heap)
+
+    def _may_enter(self, block: Block) -> bool:
+        """Mark a block as queued if it may leave and is not queued yet."""
+        if self._host:
+            if block.in_host_queue or not host_evictable(block):
+                return False
+            block.in_host_queue = True
+        else:
+            if block.in_disk_queue or not disk_evictable(block):
+                return False
+            block.in_disk_queue = True
         return True
 
     def peek(self) -> Block | None:

@@ -109,6 +109,32 @@ class BlockIndex:
         self.ghosts.discard(space.id, key)
         return block
 
+    def restore(
+        self,
+        space: SpaceIndex,
+        key: bytes,
+        parent: Block | None,
+        slot: Slot,
+        digests: tuple[int, ...],
+        sequence: int,
+    ) -> None:
+        """Add a block that recovery found on disk; `restored` must follow when all are in."""
+        block = Block(space, key, parent, sequence)
+        block.recorded = sequence
+        block.digests = digests
+        block.disk = slot
+        if parent is not None:
+            parent.disk_children += 1
+        space.blocks[key] = block
+        space.disk_blocks += 1
+        self.sequence = max(self.sequence, sequence)
+
+    def restored(self) -> None:
+        """Queue what may leave the disk, after the last `restore`."""
+        for space in self.spaces.values():
+            queue = self._disk_queues[space.shape]
+            queue.offer_all(b for b in space.blocks.values() if not b.disk_children)
+
     def put_host(self, block: Block, slot: Slot) -> None:
         """Record a host copy."""
         block.host = slot

@@ -22,7 +22,7 @@ from kvstore.tiers.base import Slot
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.index import BlockIndex
+    from kvstore.index import BlockIndex, SpaceIndex
     from kvstore.index.records import BlockRecord
     from kvstore.tiers.disk import DiskTier
 
@@ -49,7 +49,7 @@ class Recovered:
 def recover(index: BlockIndex, disk: DiskTier, records: Sequence[BlockRecord]) -> Recovered:
     """Fill the index from records; the spaces are in it already."""
     dropped: list[tuple[bytes, bytes]] = []
-    usable: list[BlockRecord] = []
+    usable: list[tuple[SpaceIndex, BlockRecord]] = []
     spaces = index.spaces
     for record in records:
         space = spaces.get(record.space_id)
@@ -61,38 +61,32 @@ def recover(index: BlockIndex, disk: DiskTier, records: Sequence[BlockRecord]) -
         ):
             dropped.append((record.space_id, record.key))
         else:
-            usable.append(record)
-    slots = [Slot(r.segment, r.slot) for r in usable]
-    claims = zip(slots, (spaces[r.space_id].shape for r in usable), strict=True)
-    adopted = disk.adopt(list(claims))
-    waiting: dict[tuple[bytes, bytes], list[int]] = defaultdict(list)
+            usable.append((space, record))
+    slots = [Slot(r.segment, r.slot) for _, r in usable]
+    shapes = [space.shape for space, _ in usable]
+    adopted = disk.adopt(list(zip(slots, shapes, strict=True)))
+    waiting: dict[SpaceIndex, dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))
     ready: list[int] = []
-    for i, record in enumerate(usable):
+    for i, (space, record) in enumerate(usable):
         if record.parent is None:
             ready.append(i)
         else:
-            waiting[(record.space_id, record.parent)].append(i)
+            waiting[space][record.parent].append(i)
     entered = bytearray(len(usable))
-    newest = 0
     while ready:
         i = ready.pop()
         if not adopted[i]:
             continue
-        record = usable[i]
-        space = spaces[record.space_id]
+        space, record = usable[i]
         parent = None if record.parent is None else space.blocks[record.parent]
-        block = index.insert(space, record.key, parent)
-        block.sequence = block.recorded = record.sequence
-        block.digests = record.digests
-        index.put_disk(block, slots[i])
-        newest = max(newest, record.sequence)
+        index.restore(space, record.key, parent, slots[i], record.digests, record.sequence)
         entered[i] = 1
-        children = waiting.pop((record.space_id, record.key), None)
+        children = waiting[space].pop(record.key, None)
         if children is not None:
             ready += children
-    index.sequence = max(index.sequence, newest)
+    index.restored()
     lost = [i for i, there in enumerate(entered) if not there]
-    dropped += [(usable[i].space_id, usable[i].key) for i in lost]
+    dropped += [(usable[i][0].id, usable[i][1].key) for i in lost]
     freed = [slots[i] for i in lost if adopted[i]]
     if dropped:
         log.warning("recovery dropped %d of %d blocks", len(dropped), len(records))

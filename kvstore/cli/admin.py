@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from kvstore.cli.connect import AddressOption, JsonOption, connect
+from kvstore.cli.output import print_json
+from kvstore.cli.plain import plain
 from kvstore.units import parse_seconds
 
 __all__ = ["register"]
@@ -20,9 +22,6 @@ def flush(
     address: AddressOption = None, as_json: JsonOption = False, timeout: TimeoutOption = "60s"
 ) -> int:
     """Write everything committed so far to disk."""
-    from kvstore.cli.output import print_json
-    from kvstore.cli.plain import plain
-
     with connect(address) as client:
         result = plain(client.flush(parse_seconds(timeout)))
     if as_json:
@@ -39,9 +38,6 @@ def drain(
     address: AddressOption = None, as_json: JsonOption = False, timeout: TimeoutOption = "60s"
 ) -> int:
     """Stop storing, let writers finish, and flush; reading goes on."""
-    from kvstore.cli.output import print_json
-    from kvstore.cli.plain import plain
-
     with connect(address) as client:
         result = plain(client.drain(parse_seconds(timeout)))
     if as_json:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvstore.cli.connect import AddressOption, JsonOption, connect, find_space
+from kvstore.cli.output import print_json
 from kvstore.errors import InvalidRequest
 from kvstore.keys import HASH_ALGORITHMS, Keys, chain_keys
 from kvstore.space import SpaceSpec
@@ -79,8 +80,6 @@ def chosen_keys(
 
 
 def _report(as_json: bool, line: str, **values: Any) -> None:
-    from kvstore.cli.output import print_json
-
     if as_json:
         print_json(values)
     else:

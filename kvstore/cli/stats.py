@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvstore.cli.connect import AddressOption, JsonOption, connect
+from kvstore.cli.output import console, count, make_table, print_json, shorten
+from kvstore.cli.plain import plain
 from kvstore.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["register"]
 
 _SHORT_ID = 8
+_NAME_WIDTH = 22
 
 
 def _percent(part: float, whole: float) -> str:
@@ -28,96 +34,68 @@ def _hit_rate(usage: dict[str, Any]) -> str:
     return _percent(reused, usage["prompt_tokens"])
 
 
-def _tier_table(tiers: list[dict[str, Any]]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="Tiers", title_justify="left")
-    table.add_column("tier")
-    for name in ("capacity", "used", "blocks", "hits", "hit tokens", "evicted", "dirty"):
-        table.add_column(name, justify="right")
+def _tier_table(tiers: list[dict[str, Any]]) -> Table:
+    numbers = ("capacity", "used", "blocks", "hits", "hit tokens", "evicted", "dirty")
+    table = make_table("Tiers", ["tier"], numbers)
     table.add_column("state", overflow="fold")
     for tier in tiers:
         table.add_row(
             tier["tier"],
             format_bytes(tier["capacity_bytes"]),
             format_bytes(tier["used_bytes"]),
-            f"{tier['blocks']:,}",
-            f"{tier['hit_blocks']:,}",
-            f"{tier['hit_tokens']:,}",
-            f"{tier['evicted_blocks']:,}",
-            f"{tier['dirty_blocks']:,}",
+            count(tier["blocks"]),
+            count(tier["hit_blocks"]),
+            count(tier["hit_tokens"]),
+            count(tier["evicted_blocks"]),
+            count(tier["dirty_blocks"]),
             tier["state"] or "ok",
         )
     return table
 
 
-def _space_table(spaces: list[dict[str, Any]]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="Spaces", title_justify="left")
-    table.add_column("id")
-    table.add_column("model", overflow="ellipsis", no_wrap=True, max_width=20)
-    for name in ("block", "blocks", "host", "disk", "pinned", "hit rate"):
-        table.add_column(name, justify="right")
+def _space_table(spaces: list[dict[str, Any]]) -> Table:
+    numbers = ("block", "blocks", "host", "disk", "pinned", "hit rate")
+    table = make_table("Spaces", ["id", "model"], numbers)
     for space in spaces:
         spec = space["spec"]
         table.add_row(
             space["space"]["id"][:_SHORT_ID],
-            spec["model"],
+            shorten(spec["model"], _NAME_WIDTH),
             format_bytes(sum(spec["shard_bytes"])),
-            f"{space['blocks']:,}",
-            f"{space['blocks_host']:,}",
-            f"{space['blocks_disk']:,}",
-            f"{space['pinned']:,}",
+            count(space["blocks"]),
+            count(space["blocks_host"]),
+            count(space["blocks_disk"]),
+            count(space["pinned"]),
             _hit_rate(space["usage"]),
         )
     return table
 
 
-def _miss_table(stats: dict[str, Any]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="Misses", title_justify="left")
-    table.add_column("reason")
-    table.add_column("blocks", justify="right")
-    table.add_column("tokens", justify="right")
+def _miss_table(stats: dict[str, Any]) -> Table:
+    table = make_table("Misses", ["reason"], ("blocks", "tokens"))
     for reason, blocks in sorted(stats["misses_blocks"].items(), key=lambda item: -item[1]):
         table.add_row(
-            reason.replace("_", " "), f"{blocks:,}", f"{stats['misses_tokens'].get(reason, 0):,}"
+            reason.replace("_", " "), count(blocks), count(stats["misses_tokens"].get(reason, 0))
         )
     return table
 
 
-def _timing_table(timings: list[dict[str, Any]]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="Times", title_justify="left")
-    table.add_column("what")
-    for name in ("count", "p50", "p95", "p99"):
-        table.add_column(name, justify="right")
+def _timing_table(timings: list[dict[str, Any]]) -> Table:
+    table = make_table("Times", ["what"], ("count", "p50", "p95", "p99"))
     for timing in timings:
         quantiles = (format_seconds(timing[f"{q}_seconds"]) for q in ("p50", "p95", "p99"))
-        table.add_row(timing["name"], f"{timing['count']:,}", *quantiles)
+        table.add_row(timing["name"].replace("_", " "), count(timing["count"]), *quantiles)
     return table
 
 
-def _client_table(clients: list[dict[str, Any]]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="Clients", title_justify="left")
-    table.add_column("id", justify="right")
-    table.add_column("client", overflow="ellipsis", no_wrap=True, max_width=24)
-    table.add_column("pid", justify="right")
-    table.add_column("state")
-    for name in ("leases", "leased", "granted"):
-        table.add_column(name, justify="right")
+def _client_table(clients: list[dict[str, Any]]) -> Table:
+    table = make_table("Clients", ["client", "state"], ("pid", "leases", "leased", "granted"))
     for client in clients:
         table.add_row(
-            str(client["attachment_id"]),
-            client["client"],
-            str(client["pid"]),
+            shorten(client["client"], _NAME_WIDTH),
             client["state"],
-            f"{client['leases']:,}",
+            str(client["pid"]),
+            count(client["leases"]),
             format_bytes(client["leased_bytes"]),
             format_bytes(client["granted_bytes"]),
         )
@@ -148,9 +126,6 @@ def _summary(stats: dict[str, Any]) -> list[str]:
 
 def stats(address: AddressOption = None, as_json: JsonOption = False) -> None:
     """Show tiers, spaces, hits, misses, clients and times."""
-    from kvstore.cli.output import console, print_json
-    from kvstore.cli.plain import plain
-
     with connect(address) as client:
         values = plain(client.stats())
     if as_json:
@@ -159,16 +134,15 @@ def stats(address: AddressOption = None, as_json: JsonOption = False) -> None:
     out = console()
     for line in _summary(values):
         out.print(line, markup=False)
+    print()
     out.print(_tier_table(values["tiers"]))
-    for key, table in (
-        ("spaces", _space_table),
-        ("clients", _client_table),
-        ("timings", _timing_table),
-    ):
-        if values[key]:
-            out.print(table(values[key]))
+    if values["spaces"]:
+        out.print(_space_table(values["spaces"]))
     if values["misses_blocks"]:
         out.print(_miss_table(values))
+    if values["clients"]:
+        out.print(_client_table(values["clients"]))
+    out.print(_timing_table(values["timings"]))
 
 
 def spaces(
@@ -177,13 +151,13 @@ def spaces(
     long: Annotated[bool, typer.Option("--long", "-l", help="Show every field.")] = False,
 ) -> None:
     """List the spaces that the daemon knows."""
-    from kvstore.cli.output import console, print_json
-    from kvstore.cli.plain import plain
-
     with connect(address) as client:
         listed = [plain(space) for space in client.spaces()]
     if as_json:
         print_json(listed)
+        return
+    if not listed:
+        print("no spaces yet")
         return
     out = console()
     if not long:

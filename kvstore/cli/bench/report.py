@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from kvstore.cli.bench.figure import Figure
+from kvstore.cli.output import make_table
 
 __all__ = ["as_table"]
 
@@ -24,12 +25,7 @@ def _target(figure: Figure) -> str:
 
 def as_table(figures: Sequence[Figure]) -> Table:
     """Return one row per figure."""
-    table = Table()
-    table.add_column("median of")
-    table.add_column("kvstore", justify="right", no_wrap=True)
-    table.add_column("baseline", justify="right", no_wrap=True)
-    table.add_column("ratio", justify="right")
-    table.add_column("target")
+    table = make_table("", ["median"], ("kvstore", "baseline", "ratio", "target"))
     for figure in figures:
         baseline = f"{_number(figure.baseline)} {figure.against}" if figure.against else ""
         table.add_row(

@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from kvstore.cli.demo.scenario import DemoResult, Row
+from kvstore.cli.output import make_table
 from kvstore.units import format_seconds
 
 __all__ = ["as_json", "as_table"]
@@ -48,12 +49,7 @@ def _served_by(row: Row) -> str:
 
 def as_table(result: DemoResult) -> Table:
     """Return the table that the demo ends with."""
-    table = Table(title=None)
-    table.add_column("")
-    table.add_column("TTFT P50", justify="right")
-    table.add_column("speed-up", justify="right")
-    table.add_column("tokens reused", justify="right")
-    table.add_column("served by")
+    table = make_table("", [""], ("TTFT P50", "speed-up", "tokens reused", "served by"))
     for row in result.rows:
         table.add_row(
             row.name,

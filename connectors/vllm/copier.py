@@ -1,0 +1,180 @@
+"""Copies between the engine's KV cache and slots, off the engine's thread.
+
+A `Copier` takes copies in order and calls back, on a thread of its own, when one is over. On a CPU
+a copy is a native call that does not hold the GIL; on a GPU it would be DMA behind an event of
+the compute stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.connectors.vllm.geometry import Geometry
+from kvstore.connectors.vllm.guard import log_once
+from kvstore.connectors.vllm.store import Attachment
+from kvstore.errors import KVStoreError
+from kvstore.memory import copy_batch
+from kvstore.syncpoint import reach
+
+__all__ = ["Copier", "CpuCopier", "SlotRun"]
+
+U64 = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRun:
+    """Slots to copy from or to.
+
+    Attributes:
+        slots: shape (n,).
+        boot_id: daemon run that granted them.
+        writer_id: the attachment that may write to them; 0 for reading.
+    """
+
+    slots: NDArray[np.void]
+    boot_id: bytes
+    writer_id: int = 0
+
+
+class Copier(Protocol):
+    """Copies in the background. Every method returns at once."""
+
+    def load(
+        self,
+        blocks: NDArray[np.int32],
+        run: SlotRun,
+        skip: int,
+        done: Callable[[NDArray[np.bool_]], None],
+    ) -> None:
+        """Copy slots into engine blocks.
+
+        Args:
+            blocks: engine blocks, shape (n,); nobody else touches them until `done`.
+            run: leased slots.
+            skip: engine blocks at the head of the first slot that are not wanted.
+            done: called with what is right now, shape (n,): copied whole, from a slot that was
+                still the granted one afterwards.
+        """
+
+    def store(self, blocks: NDArray[np.int32], run: SlotRun, done: Callable[[bool], None]) -> None:
+        """Copy engine blocks into slots.
+
+        Args:
+            blocks: shape (slots, engine blocks per slot); nobody writes them until `done`.
+            run: granted slots.
+            done: called with whether all bytes are in place.
+        """
+
+    def close(self) -> None:
+        """Begin nothing new, and wait for the copy under way."""
+
+
+class _Lane:
+    """One thread that works off calls in order."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 - the thread's boundary
+                log_once(logging.ERROR, "a copy's end failed: %r", error, exc_info=True)
+
+    def close(self) -> None:
+        self._calls.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+class CpuCopier:
+    """Copies within this process's memory, loads and stores on a thread each."""
+
+    def __init__(
+        self, geometry: Geometry, attachment: Attachment, shard: int, group_blocks: int
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            geometry: of the KV cache.
+            attachment: that maps the slots.
+            shard: that this rank holds.
+            group_blocks: engine blocks per slot.
+        """
+        self._geometry = geometry
+        self._attachment = attachment
+        self._shard = shard
+        self._group_blocks = group_blocks
+        self._loads: Final = _Lane("kvstore-load")
+        self._stores: Final = _Lane("kvstore-store")
+
+    def load(
+        self,
+        blocks: NDArray[np.int32],
+        run: SlotRun,
+        skip: int,
+        done: Callable[[NDArray[np.bool_]], None],
+    ) -> None:
+        """See `Copier.load`."""
+        self._loads.submit(lambda: done(self._load(blocks, run, skip)))
+
+    def _load(self, blocks: NDArray[np.int32], run: SlotRun, skip: int) -> NDArray[np.bool_]:
+        right = np.zeros(len(blocks), np.bool_)
+        try:
+            with self._attachment.using(run.slots, boot_id=run.boot_id) as held:
+                cache, stored, lengths = self._geometry.pair(
+                    blocks, held.addresses(self._shard), skip, self._group_blocks
+                )
+                half = len(lengths) // 2
+                copy_batch(cache[:half], stored[:half], lengths[:half])
+                reach("load.copied_half")
+                copy_batch(cache[half:], stored[half:], lengths[half:])
+                current = held.current(self._shard)
+            # A daemon that is gone raises no generation any more.
+            if self._attachment.alive and self._attachment.boot_id == run.boot_id:
+                right[:] = current[(skip + np.arange(len(blocks))) // self._group_blocks]
+        except KVStoreError as error:
+            log_once(logging.WARNING, "a load could not be done: %s", error)
+        except Exception as error:  # noqa: BLE001 - the thread's boundary: fail this load
+            log_once(logging.ERROR, "a load failed: %r", error, exc_info=True)
+        return right
+
+    def store(self, blocks: NDArray[np.int32], run: SlotRun, done: Callable[[bool], None]) -> None:
+        """See `Copier.store`."""
+        self._stores.submit(lambda: done(self._store(blocks, run)))
+
+    def _store(self, blocks: NDArray[np.int32], run: SlotRun) -> bool:
+        try:
+            with self._attachment.using(
+                run.slots, boot_id=run.boot_id, writer_id=run.writer_id
+            ) as held:
+                cache, stored, lengths = self._geometry.pair(
+                    blocks.ravel(), held.addresses(self._shard), 0, self._group_blocks
+                )
+                copy_batch(stored, cache, lengths)
+        except KVStoreError as error:
+            log_once(logging.WARNING, "a store could not be done: %s", error)
+        except Exception as error:  # noqa: BLE001 - the thread's boundary: fail this store
+            log_once(logging.ERROR, "a store failed: %r", error, exc_info=True)
+        else:
+            return True
+        return False
+
+    def close(self) -> None:
+        """See `Copier.close`."""
+        self._loads.close()
+        self._stores.close()

@@ -1,0 +1,53 @@
+"""Which keys this engine is storing or has stored, so that nothing is copied twice.
+
+A hint, not the truth: the daemon may have evicted a key since. Then the commit of its child is
+refused, and the keys of that chain are forgotten here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Final
+
+__all__ = ["StoredKeys"]
+
+_MOST_KEYS: Final = 1 << 16
+
+
+class StoredKeys:
+    """Keys on their way, and a bounded memory of those that arrived."""
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self._under_way: set[bytes] = set()
+        self._arrived: OrderedDict[bytes, None] = OrderedDict()
+
+    def __contains__(self, key: bytes) -> bool:
+        """Return whether a key needs no storing."""
+        if key in self._arrived:
+            self._arrived.move_to_end(key)
+            return True
+        return key in self._under_way
+
+    def begin(self, key: bytes) -> None:
+        """A store of the key has been handed to the workers."""
+        self._under_way.add(key)
+
+    def end(self, key: bytes, arrived: bool) -> None:
+        """The store is over."""
+        self._under_way.discard(key)
+        if arrived:
+            self._arrived[key] = None
+            if len(self._arrived) > _MOST_KEYS:
+                self._arrived.popitem(last=False)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """These are gone, or may be."""
+        for key in keys:
+            self._arrived.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._under_way.clear()
+        self._arrived.clear()

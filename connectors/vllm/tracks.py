@@ -1,0 +1,124 @@
+"""What the scheduler's half knows about one request, from its arrival to its end."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.connectors.vllm.store import Lease
+from kvstore.connectors.vllm.views import View
+from kvstore.keys import Keys
+
+__all__ = ["ActiveLoad", "Track"]
+
+
+def _release_late(asked: Future[Any]) -> None:
+    """Give back a lease that arrives when nobody wants it any more."""
+    if not asked.cancelled() and asked.exception() is None:
+        asked.result().release()
+
+
+@dataclass(slots=True)
+class ActiveLoad:
+    """A load that workers have been told about, until all ranks have finished it.
+
+    Attributes:
+        track: of the request; the request itself may have been aborted meanwhile.
+        lease: held until the end.
+        blocks: engine blocks being filled.
+        keys: of the stored blocks, in order.
+        first: index in the request's chain of the first of them.
+        skip: engine blocks at the head of the first that are not loaded.
+        tier_tokens: tokens by the tier that held them (2 host, 3 disk).
+        failed_at: index in `blocks` of the first that failed; -1 while none has.
+    """
+
+    track: Track
+    lease: Lease | None
+    blocks: NDArray[np.int32]
+    keys: list[bytes]
+    first: int
+    skip: int
+    tier_tokens: dict[int, int]
+    failed_at: int = -1
+
+
+@dataclass(slots=True)
+class Track:
+    """One request.
+
+    Attributes:
+        request: vLLM's.
+        adapter: identity of its LoRA adapter; "" for none.
+        view: that `stored`, `asked` and `lease` refer to.
+        run: of the view.
+        stored: leading stored blocks that need no storing.
+        stores: whether its blocks may be stored.
+        loads: whether it may be answered a hit; not again after a load of it failed.
+        healed: whether storing has begun anew once already.
+        asked: an Acquire under way.
+        asked_blocks: how many keys it names.
+        asked_at: when it was sent.
+        lease: its answer.
+        local_tokens: tokens that the engine had by itself, as last told.
+        answered_at: when a hit was first answered.
+        given_back_at: when a lease was given back because there was no memory for the blocks.
+        missed_at: when a miss was answered.
+        table: engine blocks, kept here only for vLLM without block tables in its output.
+        counted: whether it went into the usage report.
+    """
+
+    request: Any
+    adapter: str
+    view: View | None = None
+    run: int = -1
+    stored: int = 0
+    stores: bool = True
+    loads: bool = True
+    healed: bool = False
+    asked: Future[Any] | None = None
+    asked_blocks: int = 0
+    asked_at: float = 0.0
+    lease: Lease | None = None
+    local_tokens: int = 0
+    answered_at: float | None = None
+    given_back_at: float | None = None
+    missed_at: float | None = None
+    table: list[int] = field(default_factory=list)
+    counted: bool = False
+    _packed: bytearray = field(default_factory=bytearray)
+
+    def follow(self, view: View) -> None:
+        """Forget what belongs to another view, or to an earlier daemon run."""
+        if self.view is view and self.run == view.run:
+            return
+        self.let_go()
+        self.view, self.run, self.stored = view, view.run, 0
+
+    def keys(self, group_blocks: int) -> Keys:
+        """Return the keys of the request's full stored blocks."""
+        hashes = self.request.block_hashes
+        count = len(hashes) // group_blocks
+        size = len(hashes[0]) if count else 32
+        have = len(self._packed) // size
+        # A session's request may have lost its last tokens.
+        if have and (have > count or self._packed[-size:] != hashes[have * group_blocks - 1]):
+            self._packed.clear()
+            self.stored = have = 0
+        for i in range(have, count):
+            self._packed += hashes[(i + 1) * group_blocks - 1]
+        return Keys(bytes(self._packed), size)
+
+    def let_go(self) -> None:
+        """Give the lease back, also one that is still to come."""
+        asked, self.asked = self.asked, None
+        lease, self.lease = self.lease, None
+        if asked is not None:
+            asked.add_done_callback(_release_late)
+        if lease is not None:
+            lease.release()
+        self.answered_at = None

@@ -26,12 +26,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
 
 from kvstore.errors import ConfigError, TierClosed, TierUnavailable
 from kvstore.space import BlockShape
@@ -39,7 +37,7 @@ from kvstore.tiers.base import Capabilities, Outcome, Slot, Tier, TierName, Tier
 from kvstore.tiers.digests import digest_shards
 from kvstore.tiers.disk_directory import DiskDirectory
 from kvstore.tiers.health import Health
-from kvstore.tiers.io_engine import REPLACED, SHORT, IoEngine, IoRequest
+from kvstore.tiers.io_engine import FILE_GONE, IoEngine, IoRequest, error_text
 from kvstore.tiers.posix_engine import PosixEngine
 from kvstore.tiers.segment import Segment
 from kvstore.tiers.segment_maker import SegmentMaker
@@ -50,20 +48,10 @@ __all__ = ["DiskTier"]
 
 _log = logging.getLogger(__name__)
 
-# The file itself is unusable, not just one place in it.
-_FILE_GONE: Final = frozenset(
-    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, REPLACED, SHORT}
-)
-_WORDS: Final = {SHORT: "segment is cut short", REPLACED: "segment was replaced"}
-
 
 def _check_capacity(capacity_bytes: int) -> None:
     if capacity_bytes < PAGE_BYTES:
         raise ConfigError(f"disk capacity {capacity_bytes} B: at least {PAGE_BYTES} B")
-
-
-def _words(number: int) -> str:
-    return _WORDS.get(number) or os.strerror(number)
 
 
 class DiskTier(Tier):
@@ -136,6 +124,8 @@ class DiskTier(Tier):
             raise
         await self._engine.open()
         self._directory = directory
+        if not directory.takes_direct_io():
+            self.capabilities = Capabilities(persistent=True)
         self._maker = SegmentMaker(
             directory,
             self._maker_thread,
@@ -384,7 +374,7 @@ class DiskTier(Tier):
             self._health.works("sync")
         if any(errors) or any(segment.lost for segment in self._segments):
             first = next((error for error in errors if error), errno.EIO)
-            raise TierUnavailable("disk", f"sync failed: {_words(first)}", first)
+            raise TierUnavailable("disk", f"sync failed: {error_text(first)}", first)
 
     def segments(self) -> list[tuple[int, BlockShape, int, int]]:
         """Return (number, shape, blocks, used blocks) of every segment."""
@@ -438,7 +428,7 @@ class DiskTier(Tier):
         try:
             await maker.on_thread(directory.probe)
         except OSError as error:
-            reason = _words(error.errno or errno.EIO)
+            reason = error_text(error.errno or errno.EIO)
             self._health.fails("probe", f"{self._path}: {reason}")
             return False
         finally:
@@ -506,7 +496,9 @@ class DiskTier(Tier):
         return moved
 
     def _fault(self, kind: str, error: int, segment: Segment) -> None:
-        self._health.fails(kind, f"{kind} failed: {Path(segment.file.path).name}: {_words(error)}")
-        if error in _FILE_GONE and not segment.broken:
+        self._health.fails(
+            kind, f"{kind} failed: {Path(segment.file.path).name}: {error_text(error)}"
+        )
+        if error in FILE_GONE and not segment.broken:
             self._segments.withdraw(segment)
-            segment.broken = _words(error)
+            segment.broken = error_text(error)

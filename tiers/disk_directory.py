@@ -137,6 +137,14 @@ class DiskDirectory:
             path.unlink()
             sync_directory(self.path)
 
+    def takes_direct_io(self) -> bool:
+        """Tell whether the file system opens files with O_DIRECT."""
+        try:
+            os.close(os.open(self.path / _STORE_ID, os.O_RDONLY | os.O_DIRECT))
+        except OSError:
+            return False
+        return True
+
     def probe(self) -> None:
         """Write, sync, read back and remove a page.
 

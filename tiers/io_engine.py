@@ -17,14 +17,25 @@ the tier; ``ECANCELED``, not begun.
 from __future__ import annotations
 
 import errno
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-__all__ = ["REPLACED", "SHORT", "IoEngine", "IoFile", "IoRequest"]
+__all__ = ["FILE_GONE", "REPLACED", "SHORT", "IoEngine", "IoFile", "IoRequest", "error_text"]
 
 SHORT: Final = errno.ENODATA
 REPLACED: Final = errno.ESTALE
+# The file itself is unusable, not just one place in it.
+FILE_GONE: Final = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, REPLACED, SHORT}
+)
+_WORDS: Final = {SHORT: "file is cut short", REPLACED: "file was replaced"}
+
+
+def error_text(number: int) -> str:
+    """Return an engine's errno in words."""
+    return _WORDS.get(number) or os.strerror(number)
 
 
 class IoFile(NamedTuple):

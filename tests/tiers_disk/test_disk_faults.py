@@ -405,7 +405,7 @@ def test_a_file_system_without_direct_io_is_named(
         return real(path, flags, *rest, **more)
 
     async def story(tier: DiskTier) -> None:
-        assert tier.io_engine == "posix"
+        assert not tier.capabilities.direct_io
         written = await stored(tier, 3)
         await tier.sync()
         assert await tier.read(blank(written)) == [OK] * 3

@@ -204,7 +204,9 @@ def test_a_segment_that_is_not_ours_is_left_alone(
         assert tier.usage().allocated_bytes == 0
         tier.want(SHAPE, 32)
         await settled(tier)
-        assert 0 not in {slot.group for slot in tier.allocate(SHAPE, 32)}
+        slots = tier.allocate(SHAPE, 32)
+        assert len(slots) == 32
+        assert 0 not in {slot.group for slot in slots}
         await tier.close()
 
     asyncio.run(run())
@@ -262,6 +264,25 @@ def test_a_lower_capacity_drops_empty_segments_and_waits_for_the_rest(tmp_path: 
         await settled(tier)
         assert tier.excess_bytes == 0
         assert tier.room_blocks(SHAPE) == 4
+        await tier.close()
+
+    asyncio.run(run())
+
+
+def test_a_lowered_capacity_keeps_what_still_fits(tmp_path: Path) -> None:
+    async def run() -> None:
+        tier = await opened(tmp_path)
+        await tier.finish_recovery()
+        tier.want(SHAPE, 32)
+        await settled(tier)
+        assert len(list(tmp_path.glob("seg-*"))) == 4
+        tier.set_capacity(CAPACITY * 3 // 4)
+        await settled(tier)
+        assert tier.usage().allocated_bytes == CAPACITY * 3 // 4
+        assert len(list(tmp_path.glob("seg-*"))) == 3
+        assert tier.free_blocks(SHAPE) == 24
+        tier.set_capacity(CAPACITY)
+        assert tier.room_blocks(SHAPE) == 8
         await tier.close()
 
     asyncio.run(run())

@@ -82,7 +82,7 @@ class Rows:
             )
         if array.shape[0] < count or (not write and array.shape[0] != count):
             raise InvalidRequest(field, f"has {array.shape[0]} rows for {count} keys")
-        if array.strides[1] != 1 and block_bytes > 1:
+        if count and block_bytes > 1 and array.strides[1] != 1:
             raise InvalidRequest(field, "each row must be contiguous")
         if write and not array.flags.writeable:
             raise InvalidRequest(field, "is read-only")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,13 @@ settings.load_profile("repeatable")
 _READY_SECONDS = 30.0
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 class Daemon:
     """A daemon of a test's own: `python -m kvstore serve` with everything in one directory.
 
@@ -36,7 +44,7 @@ class Daemon:
         self.options = options
         self.environment = environment
         self.address = f"unix://{directory / 'kvstore.sock'}"
-        self.tcp = ""
+        self.tcp = f"127.0.0.1:{_free_port()}"
         self.log = directory / "daemon.log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -48,7 +56,7 @@ class Daemon:
     def start(self) -> Daemon:
         """Start it and wait until it serves."""
         command = [sys.executable, "-m", "kvstore", "serve", "--state", str(self.directory / "s")]
-        command += ["--listen", self.address, "--listen", self.tcp or "127.0.0.1:0"]
+        command += ["--listen", self.address, "--listen", self.tcp]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*command, *self.options],
@@ -62,8 +70,6 @@ class Daemon:
         if not line.startswith("kvstore ready "):
             self.kill()
             pytest.fail(f"the daemon said {line!r}; its log:\n{self.log.read_text()}")
-        fields = dict(word.partition("=")[::2] for word in line.split()[2:])
-        self.tcp = next(a for a in fields["listen"].split(",") if not a.startswith("unix:"))
         return self
 
     def stop(self) -> int:

@@ -328,7 +328,9 @@ def channel_options(*, local: bool) -> Sequence[tuple[str, int]]:
         # would wait for an old one's.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # How long a connection may take, despite its name: a daemon that is stopped accepts, and
+        # says nothing.
+        ("grpc.min_reconnect_backoff_ms", 3_000),
         ("grpc.max_reconnect_backoff_ms", 500),
         # An http_proxy in the environment must not see KV bytes.
         ("grpc.enable_http_proxy", 0),

@@ -39,7 +39,7 @@ class Daemon:
         log: file that takes its output.
     """
 
-    def __init__(self, directory: Path, *options: str, environment: dict[str, str]) -> None:
+    def __init__(self, directory: Path, *options: str, **environment: str) -> None:
         self.directory = directory
         self.options = options
         self.environment = environment
@@ -97,6 +97,12 @@ class Daemon:
         os.kill(self.pid, number)
 
 
+@pytest.fixture(scope="session")
+def new_daemon() -> type[Daemon]:
+    """The class `Daemon`, for fixtures that outlive a test."""
+    return Daemon
+
+
 @pytest.fixture
 def start_daemon(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
     """Return a function that starts daemons; they are ended after the test."""
@@ -106,7 +112,7 @@ def start_daemon(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)
         wanted = options if "--host-pool" in options else ("--host-pool", "128MiB", *options)
-        daemon = Daemon(directory, *wanted, environment=environment)
+        daemon = Daemon(directory, *wanted, **environment)
         started.append(daemon)
         return daemon.start()
 

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -71,12 +70,11 @@ class Loop:
 
 
 @pytest.fixture(scope="class")
-def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def shared_daemon(
+    new_daemon: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     """One daemon for a whole suite: the chains of its tests do not meet."""
-    from tests.conftest import Daemon
-
-    directory: Path = tmp_path_factory.mktemp("d")
-    daemon = Daemon(directory, "--host-pool", "256MiB", environment={}).start()
+    daemon = new_daemon(tmp_path_factory.mktemp("d"), "--host-pool", "256MiB").start()
     yield daemon
     daemon.kill()
 

@@ -75,8 +75,9 @@ def _os_error(what: str) -> OSError:
     return OSError(number, f"{what}: {os.strerror(number)}")
 
 
-def _unmap(address: int, length: int) -> None:
-    if _libc.munmap(address, length) != 0:
+def _unmap(address: int, length: int, pid: int) -> None:
+    # In a forked child the range may be left out (MADV_DONTFORK), and be somebody else's by now.
+    if os.getpid() == pid and _libc.munmap(address, length) != 0:
         raise _os_error("munmap")
 
 
@@ -107,7 +108,7 @@ class Mapping:
         self.length = length
         self.closed = False
         buffer = (ctypes.c_uint8 * length).from_address(address)
-        self._unmap = weakref.finalize(buffer, _unmap, address, length)
+        self._unmap = weakref.finalize(buffer, _unmap, address, length, os.getpid())
         # At exit the kernel unmaps; other threads may still be copying.
         self._unmap.atexit = False
         memory = memoryview(buffer).cast("B")

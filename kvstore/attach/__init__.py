@@ -1,6 +1,8 @@
 """How a process is attached to the daemon: its stream, its lock, and the memory it maps."""
 
-from kvstore.attach.attachment import Attachment, Held, new_id
+from kvstore.attach.attachment import Attachment
+from kvstore.attach.calls import new_id
+from kvstore.attach.held import Held
 from kvstore.attach.lease import Grant, Lease
 from kvstore.attach.slabs import MappedSlab
 

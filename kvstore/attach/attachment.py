@@ -8,45 +8,28 @@ after a restart the same name means other bytes.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from types import TracebackType
-from typing import Any, Final, Self
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Final
 
 from kvstore.address import machine_id
-from kvstore.attach import incarnation as incarnations
+from kvstore.attach.calls import Calls
 from kvstore.attach.incarnation import Incarnation
-from kvstore.attach.lease import Grant, Lease
-from kvstore.attach.slabs import SlabTable
+from kvstore.attach.process import keep_track
 from kvstore.attach.upstream import UpStream
 from kvstore.attach.usage import UsageLog
-from kvstore.errors import AttachmentLost, InvalidRequest, KVStoreError, ServerUnavailable
-from kvstore.handle import SpaceHandle
-from kvstore.keys import Keys
-from kvstore.link import Link, failed
+from kvstore.errors import AttachmentLost, DeadlineExceeded, KVStoreError, ServerUnavailable
+from kvstore.link import Link
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.wire import (
-    ALL_SHARDS,
-    MAX_KEYS,
     PROTOCOL_VERSION,
-    Shortage,
-    SlotArray,
-    pack_parents,
-    pack_slot_names,
-    unpack_slots,
 )
 
-__all__ = ["Attachment", "Held", "new_id"]
+__all__ = ["Attachment"]
 
 _log: Final = logging.getLogger(__name__)
 
@@ -55,74 +38,8 @@ _LONGEST_PAUSE_SECONDS: Final = 1.0
 # After Detach the daemon ends the stream at once; a stalled one must not hold up an exit.
 _GOODBYE_SECONDS: Final = 1.0
 
-_living: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
-
-def new_id() -> int:
-    """Return a random non-zero 63-bit number."""
-    return 1 + secrets.randbelow((1 << 63) - 1)
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(0, min(round(seconds * 1e3), 0xFFFFFFFF))
-
-
-class Held:
-    """Slots whose memory stays mapped until `done`, whatever happens to the attachment.
-
-    A context manager; a copy that ends on another thread calls `done` there instead.
-    """
-
-    def __init__(self, slabs: SlabTable, slots: SlotArray) -> None:
-        """Count a copy on the slots' groups.
-
-        Raises:
-            AttachmentLost: no copy may begin.
-        """
-        self._slabs = slabs
-        self._slots = slots
-        self._groups: list[int] | None = np.unique(slots["group"]).tolist()
-        slabs.use(self._groups or ())
-
-    def addresses(self, shard: int) -> NDArray[np.uint64]:
-        """Return the address of each slot of a shard, shape (n,).
-
-        Raises:
-            AttachmentLost: a group was not announced within a second, or cannot be mapped.
-        """
-        return self._slabs.addresses(self._slots, shard)
-
-    def current(self, shard: int) -> NDArray[np.bool_]:
-        """Return which slots still have the generation they were granted with, shape (n,).
-
-        Ask after copying: it vouches for bytes copied before.
-
-        Raises:
-            AttachmentLost: see `addresses`.
-        """
-        return self._slabs.current(self._slots, shard)
-
-    def done(self) -> None:
-        """Say that nothing is copied any more. Idempotent, from any thread."""
-        groups, self._groups = self._groups, None
-        if groups is not None:
-            self._slabs.unuse(groups)
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Call `done`."""
-        self.done()
-
-
-class Attachment:
+class Attachment(Calls):
     """Keeps this process attached.
 
     Every method may be called from any thread; none blocks unless it takes a timeout.
@@ -150,10 +67,10 @@ class Attachment:
             shards: shards that this process copies; empty: all.
             map_memory: map the pool where that is possible.
         """
+        super().__init__(link, timeout_s)
         self.name = name
         self.usage = UsageLog()
-        self._link = link
-        self._timeout_s = timeout_s
+        self._pid = os.getpid()
         self._shards = tuple(shards)
         self._map_memory = map_memory
         self._state = threading.Condition()
@@ -172,7 +89,7 @@ class Attachment:
             if self._thread is not None:
                 return
             self._thread = threading.Thread(target=self._run, name="kvstore-attach", daemon=True)
-        _keep_track(self)
+        keep_track(self)
         self._thread.start()
 
     @property
@@ -218,232 +135,12 @@ class Attachment:
             )
         return self.alive
 
-    def using(self, slots: SlotArray, *, boot_id: bytes, writer_id: int = 0) -> Held:
-        """Keep the slots' memory mapped for a copy.
-
-        Args:
-            slots: dtype SLOT_DTYPE, shape (n,).
-            boot_id: daemon run that granted them.
-            writer_id: for writing: the attachment that the grant names as this shard's writer.
-                Without it, a process that was re-attached meanwhile could write to slots that
-                belong to somebody else by now.
-
-        Raises:
-            AttachmentLost: they were granted in another daemon run or to another attachment, or
-                their group is being given back. Nothing may be copied.
-        """
-        current = self._active()
-        if current.boot_id != boot_id:
-            raise AttachmentLost("the slots were granted by another run of the daemon")
-        if writer_id and current.id != writer_id:
-            raise AttachmentLost("the slots were granted to an attachment that ended")
-        return Held(current.slabs, slots)
-
     def _active(self) -> Incarnation:
         self._link.check()
         current = self._current
         if current is None or not current.active:
             raise AttachmentLost(self._problem)
         return current
-
-    def acquire(
-        self,
-        space: SpaceHandle,
-        keys: Keys,
-        *,
-        deadline_s: float = 0.0,
-        prefill_tokens_per_second: float = 0.0,
-        priority: int = 0,
-    ) -> Future[Lease]:
-        """Ask for a lease on the leading run of `keys`; at most the first 32,768 are looked at.
-
-        Returns:
-            A future that cannot be cancelled: its lease must be released.
-        """
-        try:
-            current = self._active()
-            lease = Lease(
-                new_id(), current.boot_id, current.id, lambda it: self._release(current, it)
-            )
-            current.add(lease)
-        except KVStoreError as error:
-            return failed(error)
-        request = pb.AcquireRequest(
-            attachment_id=current.id,
-            space=space.ref,
-            lease_id=lease.id,
-            keys=keys.packed[: MAX_KEYS * keys.key_bytes],
-            deadline_ms=_milliseconds(deadline_s),
-            prefill_tokens_per_second=prefill_tokens_per_second,
-            priority=priority,
-        )
-
-        def accept(answer: pb.AcquireResponse) -> Lease:
-            return current.answer(lease, answer)
-
-        def outcome(answer: Future[Lease]) -> None:
-            # The daemon may have given a lease whose answer did not arrive.
-            if answer.exception() is not None:
-                lease.release()
-
-        future = space.submit(self._link, "Acquire", request, self._timeout_s, accept)
-        future.add_done_callback(outcome)
-        return future
-
-    def _release(self, current: Incarnation, lease: Lease) -> None:
-        current.release(lease, lambda batch: self._send_releases(current, batch))
-
-    def _send_releases(self, current: Incarnation, batch: list[int]) -> None:
-        request = pb.ReleaseRequest(attachment_id=current.id, lease_ids=batch)
-
-        def sent(answer: Future[None]) -> None:
-            error = answer.exception()
-            current.released(batch, error)
-            if error is None:  # else with the next heartbeat
-                current.flush_releases(lambda more: self._send_releases(current, more))
-
-        self._link.submit(
-            "Release", request, self._timeout_s, lambda _answer: None
-        ).add_done_callback(sent)
-
-    def reserve(
-        self,
-        space: SpaceHandle,
-        count: int,
-        *,
-        writers: Sequence[int] = (),
-        deadline_s: float = 0.0,
-        protect: Keys | Sequence[bytes] | None = None,
-    ) -> Future[Grant]:
-        """Ask for up to `count` empty slots.
-
-        Args:
-            space: whose blocks will fill them.
-            count: at least 1.
-            writers: attachment id per shard; empty: this process writes all shards.
-            deadline_s: how long to wait for the first slot.
-            protect: keys whose chains must not be evicted to make room.
-
-        Returns:
-            A future that cannot be cancelled: its grant must be committed or aborted.
-        """
-        if count < 1:
-            return failed(InvalidRequest("count", f"must be at least 1, not {count}"))
-        try:
-            current = self._active()
-            guarded = space.keys(protect or ())
-        except KVStoreError as error:
-            return failed(error)
-        grant_id = new_id()
-        request = pb.ReserveRequest(
-            attachment_id=current.id,
-            space=space.ref,
-            grant_id=grant_id,
-            count=count,
-            writers=writers,
-            deadline_ms=_milliseconds(deadline_s),
-            protect=guarded.packed,
-        )
-
-        def accept(answer: pb.ReserveResponse) -> Grant:
-            return Grant(
-                id=grant_id,
-                owner_id=current.id,
-                boot_id=current.boot_id,
-                writers=tuple(writers),
-                slots=unpack_slots(answer.slots),
-                shortage=Shortage(answer.shortage),
-            )
-
-        def outcome(answer: Future[Grant]) -> None:
-            # The daemon may have granted slots whose answer did not arrive.
-            if answer.exception() is not None and not current.ended:
-                self.abort(current.id, grant_id, all_shards=True)
-
-        future = space.submit(self._link, "Reserve", request, deadline_s + self._timeout_s, accept)
-        future.add_done_callback(outcome)
-        return future
-
-    def commit(
-        self,
-        space: SpaceHandle,
-        owner_id: int,
-        grant_id: int,
-        shard: int | None,
-        slots: SlotArray,
-        keys: Keys | bytes | Sequence[bytes],
-        parents: bytes | Sequence[bytes | None],
-    ) -> Future[bytes]:
-        """Say that slots are filled, and with which blocks.
-
-        Args:
-            space: of the blocks.
-            owner_id: attachment that reserved; 0: this one.
-            grant_id: the grant.
-            shard: which shard was written; None: all that this process writes.
-            slots: at most 32,768, of either slot dtype.
-            keys: one a slot; bytes: packed.
-            parents: the key before each, None (packed: zeros) where a chain starts.
-
-        Returns:
-            A future of one CommitOutcome byte a slot.
-        """
-        size = space.spec.key_bytes
-        try:
-            current = self._active()
-            named = Keys(keys, size) if isinstance(keys, bytes) else space.keys(keys)
-        except KVStoreError as error:
-            return failed(error)
-        packed = parents if isinstance(parents, bytes) else pack_parents(parents, size)
-        if not len(named) == len(slots) == len(packed) // size:
-            return failed(InvalidRequest("keys", "slots, keys and parents differ in number"))
-        if len(named) > MAX_KEYS:
-            return failed(InvalidRequest("keys", f"are more than {MAX_KEYS} in one commit"))
-        request = pb.CommitRequest(
-            attachment_id=current.id,
-            grant_id=grant_id,
-            owner_id=owner_id,
-            shard=ALL_SHARDS if shard is None else shard,
-            slots=pack_slot_names(slots),
-            keys=named.packed,
-            parents=packed,
-            space=space.ref,
-        )
-        return space.submit(
-            self._link, "Commit", request, self._timeout_s, lambda answer: bytes(answer.outcomes)
-        )
-
-    def abort(
-        self,
-        owner_id: int,
-        grant_id: int,
-        slots: SlotArray | None = None,
-        all_shards: bool = False,
-    ) -> Future[None]:
-        """Give slots of a grant back; this process writes to them no more.
-
-        Args:
-            owner_id: attachment that reserved; 0: this one.
-            grant_id: the grant.
-            slots: which; None: all that are left. An empty array does nothing.
-            all_shards: no other writer was ever told about them.
-        """
-        done: Future[None] = Future()
-        done.set_result(None)
-        if slots is not None and not len(slots):
-            return done
-        try:
-            current = self._active()
-        except KVStoreError:
-            return done  # the daemon takes the slots back by itself when the lock is gone
-        request = pb.AbortRequest(
-            attachment_id=current.id,
-            grant_id=grant_id,
-            owner_id=owner_id,
-            slots=b"" if slots is None else pack_slot_names(slots),
-            all_shards=all_shards,
-        )
-        return self._link.submit("Abort", request, self._timeout_s, lambda _answer: None)
 
     def _run(self) -> None:
         pause = _FIRST_PAUSE_SECONDS
@@ -452,7 +149,7 @@ class Attachment:
             try:
                 again = self._serve()
                 problem = "the daemon ended the attachment"
-            except ServerUnavailable as error:
+            except (ServerUnavailable, DeadlineExceeded) as error:
                 again, problem = False, str(error)
             except KVStoreError as error:
                 again, problem = False, str(error)
@@ -582,6 +279,8 @@ class Attachment:
         When copies take longer than `timeout_s` the stream breaks without a Detach: the daemon
         keeps the slots until the lock is gone, which is when the last copy has ended.
         """
+        if os.getpid() != self._pid:
+            return  # the parent's memory, locks and threads are none of a forked child's business
         self._closing.set()
         current = self._current
         if current is not None:
@@ -600,31 +299,3 @@ class Attachment:
         current = self._current
         if current is not None:
             current.drop_lock()
-
-
-def _keep_track(attachment: Attachment) -> None:
-    """Have forks and the interpreter's exit find an attachment."""
-    if not _hooks:
-        _hooks.append(True)
-        os.register_at_fork(
-            before=incarnations.fork_guard.acquire,
-            after_in_parent=incarnations.fork_guard.release,
-            after_in_child=_after_fork_in_child,
-        )
-        atexit.register(_leave_all)
-    _living.add(attachment)
-
-
-_hooks: Final[list[bool]] = []
-
-
-def _after_fork_in_child() -> None:
-    for attachment in list(_living):
-        attachment.abandon()
-    _living.clear()
-    incarnations.fork_guard.release()
-
-
-def _leave_all() -> None:
-    for attachment in list(_living):
-        attachment.close(_GOODBYE_SECONDS)

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.attach import Lease
-from kvstore.attach.attachment import Held
+from kvstore.attach import Held, Lease
 from kvstore.attach.slabs import SlabTable
 from kvstore.attach.upstream import UpStream
 from kvstore.attach.usage import UsageLog

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import importlib.util
 import os
 import signal
@@ -225,6 +227,42 @@ def test_a_fork_is_dead_and_harms_neither_parent_nor_lock(daemon: Any, until: Un
         finally:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def test_a_fork_that_cleans_up_unmaps_nothing_of_its_own(daemon: Any) -> None:
+    client = Client(daemon.address)
+    space = client.open_space(SPEC)
+    assert stored(space, "fork", 4) == 4
+    slots = space.acquire(chain("fork", 1)[0]).result(5)
+    with client.attachment.using(slots.slots, boot_id=slots.boot_id) as held:
+        address = int(held.addresses(0)[0])
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            # The pool's mappings are left out of the child: this takes the hole.
+            taken = _take(address & ~0xFFFF, 1 << 16)
+            client.close()
+            del client, space, slots, held
+            gc.collect()
+            ctypes.memset(taken, 7, 1 << 16)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert right(space, "fork", 4) == 4
+    client.close()
+
+
+def _take(address: int, length: int) -> int:
+    """Map anonymous memory exactly there; fail where something is mapped."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+    # PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+    taken: int = libc.mmap(address, length, 3, 0x02 | 0x20 | 0x100000, -1, 0)
+    assert taken == address
+    return taken
 
 
 def _is_control(fd: Path) -> bool:

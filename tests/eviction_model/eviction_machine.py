@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 __all__ = ["EvictionMachine"]
 
-KEYS = st.text("ab", min_size=1, max_size=5)
+KEYS = st.text("ab", min_size=1, max_size=4)
 
 
 def prefix_closed(keys: set[str]) -> bool:
@@ -24,8 +24,8 @@ class EvictionMachine(RuleBasedStateMachine):
         return Model(host_blocks, disk_blocks, policy)
 
     @initialize(
-        host=st.integers(1, 6),
-        disk=st.integers(0, 6),
+        host=st.integers(2, 8),
+        disk=st.sampled_from([0, 1, 2, 3, 4, 6, 8]),
         policy=st.sampled_from(["through", "evict"]),
     )
     def start(self, host: int, disk: int, policy: str) -> None:
@@ -51,8 +51,10 @@ class EvictionMachine(RuleBasedStateMachine):
             assert not [k for k in model.order if model.evictable_host(k) and k not in there]
 
     @precondition(lambda self: self.model.granted)
-    @rule(key=KEYS, partly=st.booleans())
-    def commit(self, key: str, partly: bool) -> None:
+    @rule(data=st.data(), partly=st.booleans())
+    def commit(self, data: st.DataObject, partly: bool) -> None:
+        there = ["", *self.model.order, *self.model.partly]
+        key = data.draw(KEYS | st.sampled_from([k + c for k in there for c in "ab"]))
         known = set(self.model.order) | set(self.model.partly) | {None}
         outcome = self.model.commit(key, partly=partly)
         assert (outcome == "parent missing") <= (parent_of(key) not in known or not partly)
@@ -83,22 +85,25 @@ class EvictionMachine(RuleBasedStateMachine):
             assert self.model.commit(key[:n]) == "committed"
 
     @precondition(lambda self: self.model.waiting)
-    @rule()
-    def flush(self) -> None:
-        self.model.flush_step()
+    @rule(steps=st.integers(1, 4))
+    def flush(self, steps: int) -> None:
+        for _ in range(min(steps, len(self.model.waiting))):
+            self.model.flush_step()
 
     @precondition(lambda self: self.model.refused)
     @rule(data=st.data())
     def retry(self, data: st.DataObject) -> None:
         self.model.enqueue(data.draw(st.sampled_from(sorted(self.model.refused))))
 
-    @rule(key=KEYS)
-    def touch(self, key: str) -> None:
-        self.model.touch(self.leading_run(key))
+    @precondition(lambda self: self.model.order)
+    @rule(data=st.data())
+    def touch(self, data: st.DataObject) -> None:
+        self.model.touch(self.leading_run(data.draw(st.sampled_from(self.model.order))))
 
-    @rule(key=KEYS)
-    def lease(self, key: str) -> None:
-        run = self.leading_run(key)
+    @precondition(lambda self: self.model.order)
+    @rule(data=st.data())
+    def lease(self, data: st.DataObject) -> None:
+        run = self.leading_run(data.draw(st.sampled_from(self.model.order)))
         run = run[: next((i for i, k in enumerate(run) if k not in self.model.host), len(run))]
         if run:
             self.model.hold(run)
@@ -127,20 +132,23 @@ class EvictionMachine(RuleBasedStateMachine):
     def end_read(self, data: st.DataObject) -> None:
         self.model.end_read(data.draw(st.sampled_from(self.model.read)))
 
-    @rule(key=KEYS)
-    def pin(self, key: str) -> None:
-        self.model.pin(self.leading_run(key))
+    @precondition(lambda self: self.model.order)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        self.model.pin(self.leading_run(data.draw(st.sampled_from(self.model.order))))
 
     @precondition(lambda self: self.model.pinned)
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         self.model.unpin(data.draw(st.sampled_from(sorted(self.model.pinned))))
 
-    @rule(keys=st.lists(KEYS, max_size=6), tier=st.sampled_from(["host", "disk"]))
-    def evict(self, keys: list[str], tier: str) -> None:
-        self.model.evict(keys, tier)
-
     @precondition(lambda self: self.model.order)
+    @rule(data=st.data(), tier=st.sampled_from(["host", "disk"]))
+    def evict(self, data: st.DataObject, tier: str) -> None:
+        keys = st.lists(st.sampled_from(self.model.order), min_size=1, max_size=4, unique=True)
+        self.model.evict(data.draw(keys), tier)
+
+    @precondition(lambda self: len(self.model.order) > 3)
     @rule(data=st.data())
     def damage(self, data: st.DataObject) -> None:
         names = self.model.discard(data.draw(st.sampled_from(self.model.order)))

@@ -232,14 +232,14 @@ class Model:
         assert not self.has_child(key, self.host), "a head must outlive its tail"
         self.host.remove(key)
         if key not in self.disk:
-            self.forget(key)
+            self.lose(key)
 
     def drop_disk(self, key: str) -> None:
         self.disk.remove(key)
         if key in self.host:
             self.refused.add(key)
         else:
-            self.forget(key)
+            self.lose(key)
 
     def evict(self, keys: list[str], tier: str) -> None:
         """Drop the copies that may go, as often as dropping some sets others free."""
@@ -247,6 +247,13 @@ class Model:
         drop = self.drop_host if tier == "host" else self.drop_disk
         while going := [k for k in keys if may_go(k)]:
             drop(going[0])
+
+    def lose(self, key: str) -> None:
+        """The last copy went."""
+        assert not self.has_child(key, self.order), "a block lost its parent"
+        assert not self.has_child(key, self.partly), "a block on its way lost its parent"
+        assert key not in self.pinned
+        self.forget(key)
 
     def discard(self, key: str) -> dict[str, str]:
         """A block is damaged: it goes, and all that hangs on it, whoever uses it.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 LONG = [chr(0x4E00 + i) for i in range(200)]
 
 TestEvictionMachine = EvictionMachine.TestCase
-TestEvictionMachine.settings = settings(max_examples=150, stateful_step_count=40)
+TestEvictionMachine.settings = settings(max_examples=200, stateful_step_count=40)
 
 
 def store(model: Model, chain: list[str], window: int = 1) -> int:
@@ -93,3 +93,45 @@ def test_chains_that_are_used_stay_and_the_others_go(uses: list[int]) -> None:
     recent = list(dict.fromkeys(reversed(uses)))[:3]
     for which in recent:
         assert run_of(model, chains[which]) == 2
+
+
+def test_a_last_copy_on_disk_waits_for_its_child_in_host() -> None:
+    model = Model(2, 1, "evict")
+    store(model, ["a"])
+    model.enqueue("a")
+    model.flush_step()
+    model.evict(["a"], "host")
+    store(model, ["a", "aa"])
+    assert (model.host, model.disk) == ({"aa"}, {"a"})
+    model.evict(["a"], "disk")
+    assert not model.evictable_disk("a")
+    assert model.order == ["aa", "a"]
+    model.evict(["aa"], "host")
+    assert model.evictable_disk("a")
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_parent_waits_for_the_shards_of_its_child(tier: str) -> None:
+    model = Model(2, 1, "evict")
+    store(model, ["a"])
+    if tier == "disk":
+        model.enqueue("a")
+        model.flush_step()
+        model.evict(["a"], "host")
+    model.reserve(1, [])
+    assert model.commit("aa", partly=True) == "waiting"
+    model.evict(["a"], tier)
+    assert model.order == ["a"]
+    assert model.complete("aa") == "committed"
+
+
+def test_a_chain_on_its_way_to_disk_does_not_push_out_its_own_head() -> None:
+    model = Model(4, 2, "through")
+    assert store(model, chain_of("a", 4)) == 4
+    assert model.disk == {"a", "aa"}
+    assert model.refused == {"aaa", "aaaa"}
+    # Another chain takes the place of the colder one, tail first, and what was refused leaves
+    # host with its last copy.
+    assert store(model, chain_of("b", 2)) == 2
+    assert model.host >= {"b", "bb"}
+    assert "aaaa" not in model.order

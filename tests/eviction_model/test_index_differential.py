@@ -190,7 +190,7 @@ class RealIndex:
 
     def discard(self, names: dict[str, str], key: str) -> None:
         root = self.block(key)
-        for block in reversed([root, *self.index.descendants(self.space, [root])]):
+        for block in reversed([root, *self.index.descendants([root])]):
             self.index.discard(block, "corrupt", TierName.DISK)
         for block in [b for b in self.queue if b.dead]:
             self._dequeued(block, Flush.NONE)
@@ -337,7 +337,6 @@ class DifferentialMachine(EvictionMachine):
         ):
             victim = queue.peek()
             assert (victim and victim.key) == (coldest and named(coldest))
-            assert len(queue) <= len(model.order) + model.deaths
 
     @invariant()
     def the_same_slots_are_free_and_none_is_free_twice(self) -> None:
@@ -354,4 +353,4 @@ class DifferentialMachine(EvictionMachine):
 
 
 TestDifferentialMachine = DifferentialMachine.TestCase
-TestDifferentialMachine.settings = settings(max_examples=150, stateful_step_count=40)
+TestDifferentialMachine.settings = settings(max_examples=200, stateful_step_count=40)

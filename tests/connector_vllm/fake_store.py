@@ -122,6 +122,8 @@ class FakeDaemon:
     def allocate(self, count: int) -> NDArray[Any]:
         with self.lock:
             leased = {int(i) for lease in self.leases.values() for i in lease.slots["index"]}
+            half = {slot for grant in self.granted.values() for slot, _ in grant}
+            leased |= half  # a block that waits for its other shards stays
             while len(self.free) < count:
                 parents = {(s, b.parent) for (s, _), b in self.blocks.items()}
                 leaf = next(
@@ -338,7 +340,8 @@ class FakeAttachment:
             return 3
         if block is None:
             if any(parent) and (space.name, parent) not in daemon.blocks:
-                daemon.free.append(slot)
+                if last:
+                    daemon.free.append(slot)
                 return 4
             block = daemon.blocks[space.name, key] = Block(slot, parent)
         block.shards.add(shard)
@@ -357,7 +360,8 @@ class FakeAttachment:
             which = {s for s, _ in grant} if slots is None else set(slots["index"].tolist())
             gone = {item for item in grant if item[0] in which}
             grant -= gone
-            daemon.free += sorted({slot for slot, _ in gone})
+            held = {slot for slot, _ in grant} | {b.slot for b in daemon.blocks.values()}
+            daemon.free += sorted({slot for slot, _ in gone} - held)
         return _done(None)
 
 

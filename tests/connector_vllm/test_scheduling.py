@@ -1,0 +1,499 @@
+"""Requests through the connector, step by step, with every byte checked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_store import FakeDaemon
+from mini_engine import BLOCK, MiniEngine
+
+from kvstore.connectors.vllm import guard
+from kvstore.connectors.vllm.settings import Settings
+
+GROUP = 2
+B = BLOCK * GROUP
+
+
+@pytest.fixture
+def daemon() -> FakeDaemon:
+    return FakeDaemon()
+
+
+@pytest.fixture(autouse=True)
+def _no_hook_fails() -> Iterator[None]:
+    guard.failures.clear()
+    yield
+    assert not guard.failures
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(250), k=length)
+
+
+def quiet(daemon: FakeDaemon) -> None:
+    """Nothing is leased; slots are free, hold a block, or are granted."""
+    assert not daemon.leases
+    held = {b.slot for b in daemon.blocks.values()}
+    granted = {slot for grant in daemon.granted.values() for slot, _ in grant}
+    assert sorted([*daemon.free, *held, *granted]) == list(range(daemon.slots))
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("length", [1, B - 1, B, B + 1, 3 * B - 1, 3 * B, 3 * B + 1, 12 * B])
+def test_what_one_engine_computed_another_loads(daemon: FakeDaemon, length: int, old: bool) -> None:
+    first = MiniEngine(daemon, old=old)
+    first.run(first.add(prompt(length), 3))
+    first.close()
+    second = MiniEngine(daemon, old=old)
+    request = second.add(prompt(length), 3)
+    second.run(request)
+    second.close()
+    assert second.loaded_tokens == length // B * B
+    quiet(daemon)
+
+
+@pytest.mark.parametrize("group", [1, 2, 5])
+def test_decoded_blocks_are_stored_too(daemon: FakeDaemon, group: int) -> None:
+    first = MiniEngine(daemon, group=group)
+    request = first.add(prompt(10), 60)
+    first.run(request)
+    tokens = request.tokens
+    first.close()
+    second = MiniEngine(daemon, group=group)
+    second.run(second.add(tokens, 1))
+    second.close()
+    # The last token's own KV is never computed.
+    assert second.loaded_tokens == (len(tokens) - 1) // (BLOCK * group) * BLOCK * group
+
+
+def test_blocks_are_stored_while_the_prompt_is_still_computed(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon, step_tokens=B)
+    request = engine.add(prompt(10 * B))
+    for _ in range(6):
+        engine.step()
+    engine.settle()
+    assert request.num_computed_tokens < request.num_tokens
+    assert len(daemon.blocks) >= 4
+    engine.run()
+    assert len(daemon.blocks) == 10
+    engine.close()
+
+
+def test_the_last_chunk_of_an_idle_engine_is_stored(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon, step_tokens=B)
+    engine.run(engine.add(prompt(4 * B), 1))
+    assert len(daemon.blocks) == 4
+    engine.close()
+
+
+def test_stores_wait_for_the_draft_pass(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon, delayed_stores=True)
+    engine.run(engine.add(prompt(4 * B), 1))
+    assert len(daemon.blocks) == 4
+    engine.close()
+
+
+def test_all_shards_or_no_hit(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon, shards=3)
+    engine.run(engine.add(prompt(6 * B), 2))
+    again = engine.add(prompt(6 * B), 2)
+    engine.run(again)
+    assert engine.loaded_tokens == 6 * B
+    name = next(iter(daemon.blocks))
+    daemon.blocks[name].shards.discard(2)
+    engine.run(engine.add(prompt(6 * B), 2))
+    assert engine.loaded_tokens == 6 * B
+    engine.close()
+
+
+def test_ranks_that_lay_out_their_cache_differently_are_refused(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon, shards=2)
+    infos = [rank.worker.introduce() for rank in engine.ranks]
+    infos[1].layout = "another"
+    engine.scheduler.set_workers(infos)
+    engine.run(engine.add(prompt(6 * B), 2))
+    assert not daemon.blocks
+    engine.close()
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_lost_generation_is_recomputed_and_not_asked_again(daemon: FakeDaemon, old: bool) -> None:
+    engine = MiniEngine(daemon, old=old)
+    engine.run(engine.add(prompt(8 * B), 2))
+    daemon.faults.add("generation")
+    request = engine.add(prompt(8 * B), 2)
+    engine.run(request, steps=200)
+    assert engine.loaded_tokens == 8 * B  # once
+    assert daemon.usage["load_failures"] == 1
+    daemon.faults.clear()
+    engine.run(engine.add(prompt(8 * B), 2))
+    assert engine.loaded_tokens == 16 * B
+    engine.close()
+    quiet(daemon)
+
+
+def test_the_first_block_lost_means_all_is_recomputed(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon)
+    engine.run(engine.add(prompt(B), 1))
+    daemon.faults.add("generation")
+    engine.run(engine.add(prompt(B), 1), steps=200)
+    assert daemon.usage["load_failures"] == 1
+    engine.close()
+
+
+def test_daemon_dies_between_lease_and_copy(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon)
+    engine.run(engine.add(prompt(8 * B), 2))
+    request = engine.add(prompt(8 * B), 2)
+    output = engine.schedule()
+    assert request.status == "loading"
+    daemon.stop()
+    meta = engine.top.build_connector_meta(output)
+    engine._update([engine._work(0, meta, {})], {})
+    engine.run(request, steps=200)
+    engine.close()
+
+
+def test_daemon_restarts_and_the_engine_is_warm_again(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon)
+    engine.run(engine.add(prompt(8 * B), 2))
+    daemon.stop()
+    engine.run(engine.add(prompt(8 * B), 2))
+    assert engine.loaded_tokens == 0
+    daemon.boot()
+    engine.run(engine.add(prompt(8 * B), 4))
+    assert len(daemon.blocks) == 8
+    engine.run(engine.add(prompt(8 * B), 2))
+    assert engine.loaded_tokens == 8 * B
+    engine.close()
+    quiet(daemon)
+
+
+def test_slots_of_an_earlier_run_are_never_used(daemon: FakeDaemon) -> None:
+    """The daemon restarts between planning and copying; slot names may coincide."""
+    engine = MiniEngine(daemon)
+    engine.run(engine.add(prompt(8 * B), 2))
+    request = engine.add(prompt(8 * B), 2)
+    output = engine.schedule()
+    meta = engine.top.build_connector_meta(output)
+    daemon.stop()
+    daemon.boot()
+    daemon.room(engine.scheduler._spec(""))
+    daemon.generations[:] = 1
+    engine._update([engine._work(0, meta, {})], {})
+    engine.run(request, steps=200)
+    assert daemon.usage["load_failures"] == 1
+    engine.close()
+
+
+def test_daemon_absent_at_start(daemon: FakeDaemon) -> None:
+    daemon.stop()
+    engine = MiniEngine(daemon)
+    engine.run(engine.add(prompt(8 * B), 2))
+    daemon.boot()
+    engine.run(engine.add(prompt(8 * B), 5))
+    engine.run(engine.add(prompt(8 * B), 2))
+    assert engine.loaded_tokens == 8 * B
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "state", ["asked", "answered", "loading", "loaded", "computing", "decoding"]
+)
+def test_abort_in_every_state(daemon: FakeDaemon, state: str) -> None:
+    engine = MiniEngine(daemon, step_tokens=2 * B)
+    engine.run(engine.add(prompt(8 * B), 2))
+    if state == "asked":
+        daemon.hold = True
+    request = engine.add(prompt(8 * B) + prompt(8 * B, 1), 9)
+    if state == "answered":
+        engine.free, kept = [], engine.free
+        engine.step()  # promised, but there are no blocks for it
+        assert engine.scheduler._tracks[request.request_id].lease is not None
+        engine.free = kept
+    elif state == "loading":
+        meta = engine.top.build_connector_meta(engine.schedule())
+        assert request.status == "loading"
+        engine.abort(request)
+        assert engine.all  # held until its load is reported
+        engine._update([engine._work(0, meta, {})], {})
+    elif state == "loaded":
+        while request.request_id not in engine.received:
+            engine.step()
+    elif state == "computing":
+        while request.status != "waiting" or not request.num_computed_tokens:
+            engine.step()
+            if request in engine.running:
+                break
+    elif state == "decoding":
+        while request.num_tokens < request.num_prompt_tokens + 3:
+            engine.step()
+    if request.status != "finished":
+        engine.abort(request)
+    if state == "asked":
+        daemon.let_go()
+    engine.run()
+    assert sorted(engine.free) == list(range(1, engine.blocks))
+    # And it goes on.
+    engine.run(engine.add(prompt(8 * B), 2))
+    engine.close()
+    quiet(daemon)
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("resumed_as_new", [False, True])
+def test_preempted_requests_come_back_from_the_store(
+    daemon: FakeDaemon, old: bool, resumed_as_new: bool
+) -> None:
+    engine = MiniEngine(daemon, old=old, resumed_as_new=resumed_as_new)
+    request = engine.add(prompt(6 * B), 30)
+    while request.num_tokens < 7 * B:
+        engine.step()
+    engine.settle()
+    engine.preempt(request)
+    engine.run(request)
+    assert engine.loaded_tokens >= 6 * B
+    engine.close()
+    quiet(daemon)
+
+
+def test_blocks_handed_out_again_while_their_store_runs(daemon: FakeDaemon) -> None:
+    """A slow copy thread: the next owner's forward pass waits for it."""
+    engine = MiniEngine(daemon, blocks=2 * 8 + 3, step_tokens=8 * B)
+    copier: Any = engine.ranks[0].worker._copier
+    copy, order = copier._store, []
+
+    def slow(blocks: Any, run: Any) -> bool:
+        import time
+
+        time.sleep(0.02)  # longer than a step of this engine
+        done: bool = copy(blocks, run)
+        order.append("stored")
+        return done
+
+    copier._store = slow
+    for seed in range(4):
+        engine.run(engine.add(prompt(8 * B, seed), 1))
+    for seed in range(4):
+        engine.run(engine.add(prompt(8 * B, seed), 1))
+    assert engine.loaded_tokens == 4 * 8 * B
+    engine.close()
+
+
+def test_two_requests_with_one_prefix_share_the_load_and_the_store(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon, local=True, step_tokens=64 * B)
+    a, b = engine.add([*prompt(8 * B), 1], 2), engine.add([*prompt(8 * B), 2], 2)
+    engine.run(a, b)
+    assert daemon.commits.count(1) == len(daemon.blocks) == 8
+    assert daemon.commits.count(3) == 0
+    engine.close()
+    other = MiniEngine(daemon, local=True)
+    a, b = other.add([*prompt(8 * B), 1], 2), other.add([*prompt(8 * B), 2], 2)
+    other.run(a, b)
+    assert other.loaded_tokens == 8 * B
+    other.close()
+
+
+def test_local_hits_that_end_inside_a_stored_block(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon, local=True, group=4)
+    tokens = prompt(8 * 4 * BLOCK)
+    engine.run(engine.add(tokens, 1))
+    # Its own cache forgets all but the first five engine blocks.
+    engine.cached = dict(list(engine.cached.items())[:5])
+    engine.run(engine.add(tokens, 2))
+    assert engine.loaded_tokens == len(tokens) - 5 * BLOCK
+    engine.close()
+
+
+def test_evicted_parents_are_stored_again(daemon: FakeDaemon) -> None:
+    """The engine believes them stored; the child's commit says PARENT_MISSING."""
+    engine = MiniEngine(daemon, local=True)
+    engine.run(engine.add(prompt(8 * B), 1))
+    daemon.evict(daemon.blocks)
+    engine.run(engine.add(prompt(8 * B) + prompt(4 * B, 1), 20))
+    assert 4 in daemon.commits
+    daemon.commits.clear()
+    engine.run(engine.add(prompt(8 * B) + prompt(4 * B, 1), 1))
+    assert len(daemon.blocks) >= 12
+    engine.close()
+    quiet(daemon)
+
+
+def test_failed_commits_give_their_slots_back(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon)
+    daemon.faults.add("commit")
+    engine.run(engine.add(prompt(8 * B), 2))
+    assert not daemon.blocks
+    daemon.faults.clear()
+    engine.run(engine.add(prompt(8 * B), 2))
+    assert len(daemon.blocks) == 8
+    engine.close()
+    quiet(daemon)
+
+
+def test_a_pool_smaller_than_the_prompt_stores_its_head(daemon: FakeDaemon) -> None:
+    small = FakeDaemon(slots=5)
+    engine = MiniEngine(small, settings=Settings(step_wait_seconds=0, idle_credit_bytes=0))
+    engine.run(engine.add(prompt(8 * B), 4))
+    engine.run(engine.add(prompt(8 * B), 4))
+    assert engine.loaded_tokens > 0
+    engine.close()
+    quiet(small)
+
+
+def test_a_request_that_cannot_be_allocated_gives_its_lease_back(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon)
+    engine.run(engine.add(prompt(8 * B), 1))
+    engine.free, kept = [], engine.free
+    request = engine.add(prompt(8 * B), 1)
+    for _ in range(1000):
+        engine.step()
+        if not daemon.leases:
+            break
+    assert not daemon.leases
+    engine.free = kept
+    engine.run(request)
+    assert engine.loaded_tokens == 8 * B
+    engine.close()
+
+
+def test_slow_answers_do_not_hold_up_a_request(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon)
+    engine.run(engine.add(prompt(8 * B), 1))
+    daemon.hold = True
+    engine.run(engine.add(prompt(8 * B), 1), steps=100)
+    assert engine.loaded_tokens == 0
+    daemon.let_go()
+    engine.close()
+    quiet(daemon)
+
+
+def test_growing_leases_are_waited_for(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon)
+    engine.run(engine.add(prompt(8 * B), 1))
+    blocks = list(daemon.blocks.values())
+    for block in blocks[4:]:
+        block.on_disk = True
+    request = engine.add(prompt(8 * B), 1)
+    for _ in range(3):
+        engine.step()
+    assert request.status == "waiting"
+    for block in blocks:
+        block.on_disk = False
+    for lease in daemon.leases.values():
+        lease.grow(wait=True)
+    engine.run(request)
+    assert engine.loaded_tokens == 8 * B
+    engine.close()
+
+
+def test_reset_moves_only_this_engine_to_a_fresh_view(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon)
+    other = MiniEngine(daemon)
+    engine.run(engine.add(prompt(8 * B), 1))
+    assert engine.top.reset_cache() is True
+    engine.run(engine.add(prompt(8 * B), 2))
+    assert engine.loaded_tokens == 0
+    engine.run(engine.add(prompt(8 * B), 2))
+    assert engine.loaded_tokens == 8 * B
+    other.run(other.add(prompt(8 * B), 1))
+    assert other.loaded_tokens == 8 * B
+    engine.close()
+    other.close()
+
+
+def test_what_was_computed_before_a_reset_is_not_stored_after_it(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon, step_tokens=B)
+    request = engine.add(prompt(8 * B), 2)
+    for _ in range(4):
+        engine.step()
+    engine.settle()
+    engine.top.reset_cache()
+    before = len(daemon.blocks)
+    engine.run(request)
+    names = {space for space, _ in daemon.blocks}
+    assert len(names) == 1
+    assert len(daemon.blocks) == before > 0
+    engine.close()
+
+
+def test_after_a_bumped_epoch_the_engine_shares_nothing_more(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon)
+    engine.run(engine.add(prompt(8 * B), 1))
+    daemon.epoch += 1
+    for _ in range(2):
+        engine.run(engine.add(prompt(8 * B), 1))
+    assert engine.loaded_tokens == 0
+    engine.close()
+
+
+def test_requests_that_may_not_read_the_cache_do_not(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon)
+    engine.run(engine.add(prompt(8 * B), 1))
+    request = engine.add(prompt(8 * B), 1)
+    request.skip_reading_prefix_cache = True
+    engine.run(request)
+    assert engine.loaded_tokens == 0
+    engine.close()
+
+
+def test_usage_counts_tokens_by_where_they_came_from(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon)
+    engine.run(engine.add(prompt(8 * B), 1))
+    engine.run(engine.add(prompt(8 * B), 1))
+    assert daemon.usage["requests"] == 2
+    assert daemon.usage["prompt_tokens"] == 16 * B
+    assert daemon.usage["reused_tokens_host"] == 8 * B
+    block_bytes = B * 8 * 8 * 3
+    assert daemon.usage["stored_bytes"] == daemon.usage["loaded_bytes"] == 8 * block_bytes
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_mixture_keeps_every_byte_right(seed: int) -> None:
+    """Small caches, shared prefixes, aborts, preemptions, restarts, lost slots: two engines."""
+    rng = random.Random(seed)
+    daemon = FakeDaemon(slots=40)
+    engines = [
+        MiniEngine(
+            daemon,
+            blocks=48,
+            group=2,
+            shards=2,
+            local=rng.random() < 0.5,
+            old=rng.random() < 0.3,
+            resumed_as_new=rng.random() < 0.5,
+            delayed_stores=rng.random() < 0.3,
+        )
+        for _ in range(2)
+    ]
+    stems = [prompt(rng.randrange(1, 12 * B), 100 + i) for i in range(4)]
+    for turn in range(150):
+        engine = rng.choice(engines)
+        act = rng.random()
+        if act < 0.25 and len(engine.all) < 6:
+            stem = rng.choice(stems)
+            cut = rng.randrange(1, len(stem) + 1)
+            engine.add(stem[:cut] + prompt(rng.randrange(3), turn), rng.randrange(1, 12))
+        elif act < 0.30 and engine.all:
+            request = rng.choice(list(engine.all.values()))
+            if request.status != "finished":
+                engine.abort(request)
+        elif act < 0.34 and engine.running:
+            engine.preempt(rng.choice(engine.running))
+        elif act < 0.35:
+            daemon.stop()
+            daemon.boot()
+        elif act < 0.38:
+            daemon.faults ^= {"generation"}
+        else:
+            engine.step()
+    daemon.faults.clear()
+    for engine in engines:
+        engine.run()
+        assert sorted(engine.free) == list(range(1, engine.blocks))
+        engine.close()
+    quiet(daemon)

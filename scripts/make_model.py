@@ -164,7 +164,7 @@ def convert(gguf: Path, out: Path, dtype_name: str) -> None:
     )
     tokenizer.save(str(out / "tokenizer.json"))
     parameters = sum(weight.numel() for weight in weights.values())
-    print(f"{len(weights)} tensors, {parameters / 1e6:.1f} M parameters -> {out.name}")
+    print(f"{len(weights)} tensors, {parameters / 1e6:.1f} M parameters, {dtype_name}")
 
 
 def main() -> None:

@@ -119,6 +119,7 @@ class Child:
         else:
             if line is not None:
                 return line
+            self._lines.put(None)  # for whoever asks again
             problem = f"ended with exit code {self._process.wait()}"
         print(f"{self.name}, end of its log:{self._log_tail()}", file=sys.stderr)
         raise ChildError(f"{self.name} {problem}")

@@ -85,7 +85,10 @@ def _serve(answers: IO[str]) -> None:
         answers.write(json.dumps(value) + "\n")
         answers.flush()
 
-    engine = _Engine(json.loads(sys.stdin.readline()))
+    settings = sys.stdin.readline()
+    if not settings:
+        return
+    engine = _Engine(json.loads(settings))
     answer({"ready": True})
     for line in sys.stdin:
         request = json.loads(line)

@@ -1,0 +1,157 @@
+"""The demo: its prompts, its verdict, and the whole of it with real engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore.cli.demo.corpus import text
+from kvstore.cli.demo.report import as_json, as_table
+from kvstore.cli.demo.scenario import DemoResult, DemoSettings, Row
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / ".cache" / "smollm2-fp32"
+GOLDEN_TEXT = """Report number 3 of the town chronicle, about the ferry landing. An apprentice of the weather office rewound the clock when the tide had turned, until the light began to fail."""
+
+
+def test_texts_are_the_same_everywhere() -> None:
+    assert text(3, 20) == GOLDEN_TEXT
+    assert text(7, 400) == text(7, 400)
+    assert text(7, 400).startswith(text(7, 100))
+    assert len(text(7, 400).split()) >= 400
+
+
+def test_texts_share_no_first_block() -> None:
+    """Two prompts with the same first block would make the cold row warm."""
+    starts = [" ".join(text(number, 200).split()[:40]) for number in range(1000)]
+    assert len(set(starts)) == 1000
+
+
+def _result(**changes: object) -> DemoResult:
+    settings = DemoSettings(model=Path("model"), directory=Path("x"), prompts=2, prompt_tokens=300)
+    assert settings.full_block_tokens == 256
+    outputs = [[1, 2], [3, 4]]
+    rows = [
+        Row("cold", [2.0, 4.0], 0, {}, outputs),
+        Row("warm, same engine", [0.5, 0.5], 512, {"host": 512}, outputs),
+        Row("warm, new engine", [0.5, 0.5], 512, {"host": 512}, outputs),
+        Row("warm, from disk", [1.0, 1.0], 512, {"disk": 512}, outputs),
+    ]
+    for name, value in changes.items():
+        row, field = name.split("_", 1)
+        setattr(rows[int(row[1:])], field, value)
+    return DemoResult(settings, rows)
+
+
+def test_a_good_result() -> None:
+    result = _result()
+    assert result.problems() == []
+    assert result.tokens_identical
+    report = as_json(result)
+    assert [row["speed_up"] for row in report["rows"]] == [1.0, 6.0, 6.0, 3.0]
+    assert report["reusable_tokens"] == 512
+    assert as_table(result).row_count == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"r2_outputs": [[1, 2], [3, 5]]}, "generated tokens differ between rows"),
+        ({"r0_reused_tokens": 128}, "cold: reused tokens before anything was stored"),
+        ({"r1_reused_tokens": 460}, "warm, same engine: reused 460 of 512 tokens"),
+        ({"r3_served_tokens": {"host": 512}}, "warm, from disk: was not served from disk"),
+    ],
+)
+def test_a_bad_result_is_a_failure(change: dict[str, object], problem: str) -> None:
+    """The demo must not print a nice table over something that did not work."""
+    assert _result(**change).problems() == [problem]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_whole_demo(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "kvstore", "demo", "--json"),
+            *("--model", str(MODEL), "--dir", str(tmp_path), "--prompts", "5"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["tokens_identical"] is True
+    assert result["problems"] == []
+    cold, *warm = result["rows"]
+    assert [row["row"] for row in warm] == [
+        "warm, same engine",
+        "warm, new engine",
+        "warm, from disk",
+    ]
+    assert cold["reused_tokens"] == 0
+    for row in warm:
+        assert row["reused_tokens"] >= 0.9 * result["reusable_tokens"]
+        assert len(row["ttft_seconds"]) == 5
+        # A third as long on a quiet machine; a busy one still must not be slower than cold.
+        assert row["ttft_p50_seconds"] < cold["ttft_p50_seconds"]
+    assert list(warm[0]["served_tokens"]) == list(warm[1]["served_tokens"]) == ["host"]
+    assert list(warm[2]["served_tokens"]) == ["disk"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.vllm
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    demo = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "kvstore", "demo"),
+            *("--model", str(MODEL), "--dir", str(tmp_path)),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert demo.stdout is not None
+    for line in demo.stdout:
+        if "starting engine 1" in line:
+            break
+    demo.send_signal(signal.SIGINT)
+    _, errors = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert "Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []
+    running = [
+        command
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and (command := _command_line(entry)) and str(tmp_path) in command
+    ]
+    assert running == []
+
+
+def _command_line(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except (ProcessLookupError, FileNotFoundError, PermissionError):
+        return ""
+
+
+def test_the_runner_ends_with_its_parent() -> None:
+    """End of input ends it, also while vLLM is not even loaded."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore.cli.demo.runner"],
+        input="",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0
+    assert done.stdout == ""

@@ -1,0 +1,108 @@
+"""A real engine in this process, on a real daemon: killed, started again, and slow to come back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_engine import chosen, generate, make_engine, prompt
+
+from kvstore import Client
+from kvstore.connectors.vllm import guard
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+LENGTH = 530  # four stored blocks of 128 tokens, 18 left
+
+
+@pytest.fixture(scope="module")
+def daemon(new_daemon: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    running = new_daemon(tmp_path_factory.mktemp("d"), "--host-pool", "256MiB").start()
+    yield running
+    running.kill()
+
+
+@pytest.fixture(scope="module")
+def point(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("point") / "half"
+
+
+@pytest.fixture(scope="module")
+def llm(daemon: Any, point: Path) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("KVSTORE_SYNC_POINT", f"load.copied_half:{point}")
+        engine = make_engine({"target": daemon.address}, block_size=32, max_num_batched_tokens=256)
+        yield engine
+        engine.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _no_hook_fails(llm: Any) -> Iterator[None]:
+    guard.failures.clear()
+    assert llm.reset_prefix_cache() is True
+    yield
+    assert not guard.failures
+
+
+def blocks(daemon: Any) -> int:
+    with Client(daemon.address) as client:
+        return next(int(t.blocks) for t in client.stats().tiers if t.tier == 2)
+
+
+def test_daemon_killed_half_way_through_a_load(
+    llm: Any, daemon: Any, point: Path, until: Callable[..., None]
+) -> None:
+    """The load counts as failed, the tokens stay the same, and the next daemon makes it warm."""
+    cold = chosen(generate(llm, prompt(LENGTH, 1)))
+    until(lambda: blocks(daemon) == 4)
+    assert llm.reset_prefix_cache() is True
+
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    attachment = get_kv_transfer_group()._worker._client.attachment
+    go = point.with_name(point.name + ".go")
+
+    def kill() -> None:
+        until(point.exists)
+        daemon.kill()
+        until(lambda: not attachment.alive)
+        go.touch()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        assert chosen(generate(llm, prompt(LENGTH, 1))) == cold
+    finally:
+        go.touch()
+        killer.join()
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
+    assert not scheduler._loads
+    assert llm.reset_prefix_cache() is True
+
+    daemon.start()
+    until(lambda: attachment.alive)
+    assert chosen(generate(llm, prompt(LENGTH, 1))) == cold
+    until(lambda: blocks(daemon) == 4)
+    assert llm.reset_prefix_cache() is True
+    warm = generate(llm, prompt(LENGTH, 1))
+    assert warm[0].num_cached_tokens == 512
+    assert chosen(warm) == cold
+
+
+def test_usage_and_leases_as_the_daemon_sees_them(
+    llm: Any, daemon: Any, point: Path, until: Callable[..., None]
+) -> None:
+    point.with_name(point.name + ".go").touch()
+    cold = chosen(generate(llm, prompt(LENGTH, 2)))
+    until(lambda: blocks(daemon) >= 4)
+    assert llm.reset_prefix_cache() is True
+    with Client(daemon.address) as client:
+        before = int(client.stats().usage.reused_tokens_host)
+        assert chosen(generate(llm, prompt(LENGTH, 2))) == cold
+        until(lambda: client.stats().usage.reused_tokens_host == before + 512)
+        until(lambda: client.stats().leases == 0)
+        assert client.stats().stuck_slots == 0

@@ -23,6 +23,7 @@ from kvstore.flows import Evicted, Hit, SpaceFlows, TicketParts, milliseconds
 from kvstore.handle import SpaceHandle
 from kvstore.keys import Keys
 from kvstore.link import ADMIN_CALLS, translate
+from kvstore.process import keep_in_children
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc as rpc
 from kvstore.rows import Blocks, Rows
@@ -215,6 +216,7 @@ class AsyncClient:
             self._channel = grpc.aio.insecure_channel(
                 link.address.target, options=channel_options(local=link.address.local)
             )
+            keep_in_children(self._channel)
             kv = rpc.KVStoreStub(self._channel)  # type: ignore[no-untyped-call]
             admin = rpc.AdminStub(self._channel)  # type: ignore[no-untyped-call]
             self._kv, self._admin = kv, admin

@@ -12,6 +12,7 @@ import grpc
 
 from kvstore.address import Address
 from kvstore.errors import ClientClosed, KVStoreError, ServerUnavailable
+from kvstore.process import keep_in_children
 from kvstore.proto import kvstore_pb2_grpc as rpc
 from kvstore.wire import channel_options, error_from_rpc
 
@@ -65,6 +66,7 @@ class Link:
         self._channel = grpc.insecure_channel(
             address.target, options=channel_options(local=address.local)
         )
+        keep_in_children(self._channel)
         kv = rpc.KVStoreStub(self._channel)  # type: ignore[no-untyped-call]
         admin = rpc.AdminStub(self._channel)  # type: ignore[no-untyped-call]
         self._kv: Any = kv

@@ -19,11 +19,11 @@ from typing import Any, Final
 from kvstore.address import machine_id
 from kvstore.attach.calls import Calls
 from kvstore.attach.incarnation import Incarnation
-from kvstore.attach.process import keep_track
 from kvstore.attach.upstream import UpStream
 from kvstore.attach.usage import UsageLog
 from kvstore.errors import AttachmentLost, DeadlineExceeded, KVStoreError, ServerUnavailable
 from kvstore.link import Link
+from kvstore.process import leave_with_process
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.wire import (
     PROTOCOL_VERSION,
@@ -89,7 +89,7 @@ class Attachment(Calls):
             if self._thread is not None:
                 return
             self._thread = threading.Thread(target=self._run, name="kvstore-attach", daemon=True)
-        keep_track(self)
+        leave_with_process(self)
         self._thread.start()
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Final
 
 from kvstore.attach.lease import Lease
 from kvstore.attach.slabs import SlabTable
@@ -17,13 +16,11 @@ from kvstore.attach.upstream import UpStream
 from kvstore.errors import AttachmentLost
 from kvstore.locks import lock_byte
 from kvstore.miss import Miss
+from kvstore.process import fork_guard
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.wire import SlotArray, miss_from_message, unpack_slots
 
 __all__ = ["Incarnation"]
-
-# Held while a control file's descriptor is opened and noted, so that a fork cannot slip between.
-fork_guard: Final = threading.Lock()
 
 
 class Incarnation:

@@ -104,7 +104,7 @@ def hold(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
 
 def stored(space: Any, name: str, count: int) -> int:
     keys, blocks = chain(name, count)
-    put: int = space.put(keys, blocks, timeout_s=1.0)
+    put: int = space.put(keys, blocks, timeout_s=10.0)
     return put
 
 
@@ -213,6 +213,7 @@ def test_a_fork_is_dead_and_harms_neither_parent_nor_lock(daemon: Any, until: Un
             except ClientClosed as error:
                 said = str(error)
             locks = [fd for fd in Path("/proc/self/fd").iterdir() if _is_control(fd)]
+            signal.alarm(60)
             os.write(writable, f"{said}; {len(locks)} locks".encode())
             signal.pause()  # stays, as a data loader's worker would
             os._exit(0)
@@ -240,6 +241,7 @@ def test_a_fork_that_cleans_up_unmaps_nothing_of_its_own(daemon: Any) -> None:
     if pid == 0:
         code = 1
         try:
+            signal.alarm(20)  # a child that hangs must not outlive the test
             # The pool's mappings are left out of the child: this takes the hole.
             taken = _take(address & ~0xFFFF, 1 << 16)
             client.close()

@@ -6,6 +6,7 @@ import hashlib
 import sys
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore import Client, Keys, SpaceSpec, chain_keys
 
@@ -13,7 +14,7 @@ BLOCK_BYTES = 1 << 20
 SPEC = SpaceSpec(model="worker", dtype="d", block_tokens=4, shard_bytes=(BLOCK_BYTES,))
 
 
-def chain(name: str, count: int) -> tuple[Keys, np.ndarray]:  # type: ignore[type-arg]
+def chain(name: str, count: int) -> tuple[Keys, NDArray[np.uint8]]:
     """Return a chain that every process makes alike, and its bytes."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     blocks = np.random.default_rng(seed).integers(0, 256, (count, BLOCK_BYTES), np.uint8)

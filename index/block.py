@@ -32,6 +32,8 @@ class Block:
         key: its key.
         space: the space it belongs to.
         parent: the block before it; None at the start of a chain. Always in the index.
+        child: the youngest block after it, the head of a list of siblings that `before` and
+            `after` link: what hangs on a block is found without a look at the whole space.
         sequence: position in the LRU order, shared by all tiers; higher is more recent.
         host: slot in the host tier, or None.
         disk: slot in the disk tier, or None.
@@ -51,6 +53,9 @@ class Block:
     """
 
     __slots__ = (
+        "after",
+        "before",
+        "child",
         "dead",
         "digests",
         "disk",
@@ -77,6 +82,9 @@ class Block:
         self.space = space
         self.key = key
         self.parent = parent
+        self.child: Block | None = None
+        self.before: Block | None = None
+        self.after: Block | None = None
         self.sequence = sequence
         self.host: Slot | None = None
         self.disk: Slot | None = None
@@ -93,6 +101,25 @@ class Block:
         self.in_host_queue = False
         self.in_disk_queue = False
         self.dead = False
+
+    def link(self) -> None:
+        """Become a child of the parent."""
+        parent = self.parent
+        if parent is not None:
+            self.after = parent.child
+            if self.after is not None:
+                self.after.before = self
+            parent.child = self
+
+    def unlink(self) -> None:
+        """Stop being one. Idempotent; `parent` stays, for whoever is still at work on the block."""
+        if self.after is not None:
+            self.after.before = self.before
+        if self.before is not None:
+            self.before.after = self.after
+        elif self.parent is not None and self.parent.child is self:
+            self.parent.child = self.after
+        self.before = self.after = None
 
     def __repr__(self) -> str:
         """Show the key and the copies."""

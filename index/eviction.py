@@ -14,12 +14,14 @@ tier by itself, prefix-closed.
 The queue is a heap with at most one entry per block. Touching a block only raises its sequence
 number: a popped entry with an old number goes back with the new one, so a touch costs one store.
 A popped block that may not leave is dropped and offered again by whoever removes the obstacle.
+Entries of blocks that left some other way stay until they surface, or until they are half of the
+heap: then it is swept.
 """
 
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstore.index.block import Flush
 
@@ -30,10 +32,12 @@ if TYPE_CHECKING:
 
 __all__ = ["EvictionQueue", "disk_evictable", "host_evictable"]
 
+_SWEEP_AT_LEAST: Final = 1024
+
 
 def host_evictable(block: Block) -> bool:
     """Return whether the rule lets the block's host copy go."""
-    if block.host is None or block.host_refs or block.host_children:
+    if block.host is None or block.host_refs or block.host_children or block.dead:
         return False
     if block.space.pending_children and block.key in block.space.pending_children:
         return False
@@ -46,6 +50,8 @@ def disk_evictable(block: Block) -> bool:
     """Return whether the rule lets the block's disk copy go."""
     if block.disk is None or block.disk_refs or block.disk_children or block.queued_children:
         return False
+    if block.dead:
+        return False
     if block.host is not None:
         return True
     if block.host_children or block.pinned_until:
@@ -56,12 +62,13 @@ def disk_evictable(block: Block) -> bool:
 class EvictionQueue:
     """Blocks of one tier and shape, coldest first."""
 
-    __slots__ = ("_heap", "_host")
+    __slots__ = ("_heap", "_host", "_sweep_at")
 
     def __init__(self, *, host: bool) -> None:
         """Make an empty queue for the host tier, or for the disk tier."""
         self._host = host
         self._heap: list[tuple[int, int, Block]] = []
+        self._sweep_at = _SWEEP_AT_LEAST
 
     def __len__(self) -> int:
         """Return the number of entries, stale ones included."""
@@ -81,8 +88,23 @@ class EvictionQueue:
             if block.in_disk_queue:
                 return True
             block.in_disk_queue = True
+        if len(self._heap) >= self._sweep_at:
+            self._sweep()
         heapq.heappush(self._heap, (block.sequence, id(block), block))
         return True
+
+    def _sweep(self) -> None:
+        """Drop the entries of blocks that may not leave; linear, but not before it doubled."""
+        may_leave = host_evictable if self._host else disk_evictable
+        kept: list[tuple[int, int, Block]] = []
+        for _, _, block in self._heap:
+            if may_leave(block):
+                kept.append((block.sequence, id(block), block))
+            else:
+                self._mark_out(block)
+        heapq.heapify(kept)
+        self._heap = kept
+        self._sweep_at = max(_SWEEP_AT_LEAST, 2 * len(kept))
 
     def offer_all(self, blocks: Iterable[Block]) -> None:
         """Offer many blocks at once, in linear time."""

@@ -80,6 +80,8 @@ class BlockIndex:
         )
         # Set whenever a disk copy becomes evictable: blocks refused for want of room may retry.
         self.disk_room_hint = False
+        # Blocks whose copy somebody uses now: they may leave later.
+        self.host_held = self.disk_held = 0
 
     def host_queue(self, shape: BlockShape) -> EvictionQueue:
         """Return the eviction queue of the host tier for blocks of a shape."""
@@ -105,6 +107,7 @@ class BlockIndex:
     def insert(self, space: SpaceIndex, key: bytes, parent: Block | None) -> Block:
         """Add a new block without copies; `put_host` or `put_disk` must follow at once."""
         block = Block(space, key, parent, self.next_sequence())
+        block.link()
         space.blocks[key] = block
         self.ghosts.discard(space.id, key)
         return block
@@ -120,6 +123,7 @@ class BlockIndex:
     ) -> None:
         """Add a block that recovery found on disk; `restored` must follow when all are in."""
         block = Block(space, key, parent, sequence)
+        block.link()
         block.recorded = sequence
         block.digests = digests
         block.disk = slot
@@ -191,12 +195,15 @@ class BlockIndex:
 
     def hold_host(self, block: Block) -> None:
         """Keep the host copy where it is until `release_host`."""
+        if block.host_refs == 0:
+            self.host_held += 1
         block.host_refs += 1
 
     def release_host(self, block: Block) -> None:
         """Undo one `hold_host`."""
         block.host_refs -= 1
         if block.host_refs == 0:
+            self.host_held -= 1
             if block.dead:
                 self._free_dead(block)
             else:
@@ -204,12 +211,15 @@ class BlockIndex:
 
     def hold_disk(self, block: Block) -> None:
         """Keep the disk copy where it is until `release_disk`."""
+        if block.disk_refs == 0:
+            self.disk_held += 1
         block.disk_refs += 1
 
     def release_disk(self, block: Block) -> None:
         """Undo one `hold_disk`."""
         block.disk_refs -= 1
         if block.disk_refs == 0:
+            self.disk_held -= 1
             if block.dead:
                 self._free_dead(block)
             else:
@@ -243,18 +253,40 @@ class BlockIndex:
             self.drop_disk(block)
         return True
 
-    def descendants(self, space: SpaceIndex, roots: Iterable[Block]) -> list[Block]:
-        """Return the blocks below `roots` (not they themselves), parents first. O(space)."""
-        children: dict[int, list[Block]] = defaultdict(list)
-        for block in space.blocks.values():
-            if block.parent is not None:
-                children[id(block.parent)].append(block)
+    def evict_all(self, blocks: Iterable[Block], tier: TierName) -> int:
+        """Drop copies as far as the rule lets them go; return how many went.
+
+        Blocks in chain order take one pass. In any other order it is repeated as long as it
+        helps: children that went may have been what kept their parents.
+        """
+        host = tier is TierName.HOST
+        left = list(blocks)
+        dropped = 0
+        while left:
+            again = []
+            for block in reversed(left):
+                if self.evict(block, tier):
+                    dropped += 1
+                elif (block.host if host else block.disk) is not None:
+                    again.append(block)
+            if len(again) == len(left):
+                break
+            left = again[::-1]
+        return dropped
+
+    def descendants(self, roots: Iterable[Block]) -> list[Block]:
+        """Return the blocks below `roots` (not they themselves), parents first."""
         found: list[Block] = []
-        work = list(roots)
+        seen = set(roots)
+        work = list(seen)
         while work:
-            below = children.get(id(work.pop()), [])
-            found.extend(below)
-            work.extend(below)
+            child = work.pop().child
+            while child is not None:
+                if child not in seen:
+                    seen.add(child)
+                    found.append(child)
+                    work.append(child)
+                child = child.after
         return found
 
     def discard(self, block: Block, cause: Cause, tier: TierName) -> None:
@@ -279,22 +311,32 @@ class BlockIndex:
         if block.parent is not None:
             self.offer(block.parent)
 
-    def discard_space(self, space: SpaceIndex) -> None:
-        """Remove every block of a space at once (its epoch was bumped)."""
+    def discard_space(self, space: SpaceIndex) -> list[Block]:
+        """Remove every block of a space at once (its epoch was bumped).
+
+        Returns:
+            What was there, for `free_discarded`: their slots are not free yet.
+        """
         blocks = list(space.blocks.values())
-        space.blocks.clear()
+        space.blocks = {}
         space.host_blocks = space.disk_blocks = 0
-        now = time.time()
         for block in blocks:
             block.dead = True
-            block.parent = None
-            tier = TierName.HOST if block.host is not None else TierName.DISK
-            self.ghosts.add(space.id, block.key, Ghost("epoch", tier, now))
+            block.parent = block.child = block.before = block.after = None
+        return blocks
+
+    def free_discarded(self, blocks: Iterable[Block]) -> None:
+        """Free the copies of blocks that `discard_space` returned, and remember their keys."""
+        now = time.time()
         for block in blocks:
+            tier = TierName.HOST if block.host is not None else TierName.DISK
+            if block.key not in block.space.blocks:
+                self.ghosts.add(block.space.id, block.key, Ghost("epoch", tier, now))
             self._free_dead(block)
 
     def _forget(self, block: Block, cause: Cause, tier: TierName) -> None:
         if block.space.blocks.get(block.key) is block:
+            block.unlink()
             del block.space.blocks[block.key]
             self.ghosts.add(block.space.id, block.key, Ghost(cause, tier, time.time()))
 

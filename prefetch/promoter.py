@@ -2,10 +2,13 @@
 
 Whoever wants blocks names them in chain order with a waiter. A block that is already on its way
 gets one more waiter, not one more read. Requests are served by priority, then in order of
-arrival, a batch at a time; several batches are under way at once.
+arrival, a batch at a time; several batches are under way at once. A shape without room for now
+lets the others go first and keeps its place.
 
-A move holds its source copy and its destination slot until the last system call has returned:
-cancelling takes a waiter away, and drops moves that nobody waits for only if they have not begun.
+A move is queued, then moving, then ended. It holds its source copy from the request on, and its
+destination slot until the last system call has returned: cancelling takes a waiter away, and
+drops moves that nobody waits for only if they have not begun. Telling a waiter may make it cancel
+others of its moves, so whoever tells several looks at each move's state again.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import heapq
 import itertools
 import logging
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstore.errors import TierError
@@ -38,7 +42,14 @@ _ROOM_POLL_SECONDS: Final = 0.05
 
 
 class Waiter(Protocol):
-    """Who waits for promotions. Called on the event loop; must not block or raise."""
+    """Who waits for promotions. Called on the event loop; must not block or raise.
+
+    Attributes:
+        holding: it holds what lands. Room for others is made only at the cost of blocks that
+            were used less recently: prefetching a chain longer than the pool keeps its head.
+    """
+
+    holding: bool
 
     def landed(self, block: Block) -> None:
         """The block has a host copy now; hold it at once or it may be evicted again."""
@@ -50,8 +61,8 @@ class Waiter(Protocol):
 class PromotionHost(Protocol):
     """What the promoter needs of the memory tier."""
 
-    def take(self, shape: BlockShape, count: int) -> list[Slot]:
-        """Take up to `count` slots now."""
+    def take(self, shape: BlockShape, count: int, older_than: int | None) -> list[Slot]:
+        """Take up to `count` slots now; evict only blocks of lower sequence, if that is given."""
 
     def free(self, slot: Slot) -> None:
         """Give a slot back unused."""
@@ -66,11 +77,21 @@ class PromotionHost(Protocol):
         """Return whether waiting for room can help."""
 
 
+class _State(Enum):
+    QUEUED = 1
+    MOVING = 2
+    ENDED = 3
+
+
 @dataclass(eq=False, slots=True)
 class _Move:
     block: Block
+    place: tuple[int, int]  # in its queue: minus the priority, order of arrival
     waiters: list[Waiter] = field(default_factory=list)
-    started: bool = False
+    state: _State = _State.QUEUED
+
+
+_Queue = list[tuple[tuple[int, int], _Move]]
 
 
 class Promoter:
@@ -100,10 +121,14 @@ class Promoter:
         self._on_corrupt = on_corrupt
         self._on_read = on_read
         self._moves: dict[Block, _Move] = {}
-        self._queue: list[tuple[int, int, _Move]] = []
+        self._queues: dict[BlockShape, _Queue] = {}
+        # Shapes for which there was no room a moment ago.
+        self._stalled: set[BlockShape] = set()
         self._order = itertools.count()
         self._work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        # Host slots that are being filled: they will be blocks soon.
+        self.moving = 0
 
     def start(self) -> None:
         """Begin to serve requests."""
@@ -127,9 +152,12 @@ class Promoter:
         for block in blocks:
             move = self._moves.get(block)
             if move is None:
-                move = self._moves[block] = _Move(block)
+                move = self._moves[block] = _Move(block, (-priority, next(self._order)))
                 self._index.hold_disk(block)
-                heapq.heappush(self._queue, (-priority, next(self._order), move))
+                self._enqueue(move)
+            elif move.state is _State.QUEUED and -priority < move.place[0]:
+                move.place = (-priority, move.place[1])  # the old entry is void
+                self._enqueue(move)
             move.waiters.append(waiter)
         self._work.set()
 
@@ -139,13 +167,19 @@ class Promoter:
             move = self._moves.get(block)
             if move is not None and waiter in move.waiters:
                 move.waiters.remove(waiter)
-                if not move.waiters and not move.started:
+                if not move.waiters and move.state is _State.QUEUED:
                     self._end(move)
 
-    def _end(self, move: _Move) -> None:
+    def _enqueue(self, move: _Move) -> None:
+        queue = self._queues.setdefault(move.block.space.shape, [])
+        heapq.heappush(queue, (move.place, move))
+
+    def _end(self, move: _Move) -> list[Waiter]:
+        """Forget a move; return who waits for it."""
         del self._moves[move.block]
-        move.started = True  # a queue entry that is still there is skipped
+        move.state = _State.ENDED
         self._index.release_disk(move.block)
+        return move.waiters
 
     async def _serve(self) -> None:
         while True:
@@ -154,52 +188,71 @@ class Promoter:
                 self._work.clear()
                 await self._work.wait()
                 continue
-            slots = self._host.take(batch[0].block.space.shape, len(batch))
-            self._put_back(batch[len(slots) :])
+            shape = batch[0].block.space.shape
+            slots = self._host.take(shape, len(batch), self._older_than(batch))
+            for move in batch[len(slots) :]:
+                self._enqueue(move)
             if slots:
                 await self._move(batch[: len(slots)], slots)
-            elif self._host.may_come(batch[0].block.space.shape):
+            elif self._host.may_come(shape):
+                self._stalled.add(shape)
                 await self._host.room(_ROOM_POLL_SECONDS)
+                self._stalled.discard(shape)
+                self._work.set()
             else:
                 for move in batch:
-                    self._fail(move, MissReason.NO_ROOM)
+                    if move.state is _State.QUEUED:
+                        self._fail(move, MissReason.NO_ROOM)
+
+    @staticmethod
+    def _older_than(batch: Sequence[_Move]) -> int | None:
+        if any(waiter.holding for move in batch for waiter in move.waiters):
+            return None
+        return max(move.block.sequence for move in batch)
 
     def _next_batch(self) -> list[_Move]:
-        """Take queued moves of one shape, up to a batch."""
+        """Take the queued moves that come first among those of one shape, up to a batch."""
         batch: list[_Move] = []
-        others: list[tuple[int, int, _Move]] = []
-        while self._queue:
-            entry = heapq.heappop(self._queue)
-            move = entry[2]
-            if move.started:
-                continue
-            if move.block.dead or move.block.disk is None:
-                self._fail(move, MissReason.EVICTED)
-                continue
-            shape = move.block.space.shape
-            if batch and shape != batch[0].block.space.shape:
-                others.append(entry)
-                break
-            batch.append(move)
-            if len(batch) * shape.block_bytes >= _BATCH_BYTES:
-                break
-        for entry in others:
-            heapq.heappush(self._queue, entry)
+        while not batch and (shape := self._next_shape()) is not None:
+            queue = self._queues[shape]
+            while queue and (not batch or (len(batch) + 1) * shape.block_bytes <= _BATCH_BYTES):
+                place, move = heapq.heappop(queue)
+                if self._is_current(place, move):
+                    batch.append(move)
+            for move in batch:
+                if move.block.dead and move.state is _State.QUEUED:
+                    self._fail(move, self._cause(move.block))
+            batch = [move for move in batch if move.state is _State.QUEUED]
         return batch
 
-    def _put_back(self, moves: Sequence[_Move]) -> None:
-        # Before everything that came later: the lowest order numbers are long used up, so
-        # negative ones keep the moves' order among themselves.
-        for i, move in enumerate(moves):
-            if not move.started:
-                heapq.heappush(self._queue, (-(1 << 30), i - len(moves), move))
+    def _next_shape(self) -> BlockShape | None:
+        """Return the shape of the move that comes first, those without room left out."""
+        heads = []
+        for shape, queue in list(self._queues.items()):
+            while queue and not self._is_current(*queue[0]):
+                heapq.heappop(queue)
+            if not queue:
+                del self._queues[shape]
+            elif shape not in self._stalled:
+                heads.append((queue[0][0], shape))
+        return min(heads)[1] if heads else None
+
+    @staticmethod
+    def _is_current(place: tuple[int, int], move: _Move) -> bool:
+        return move.state is _State.QUEUED and move.place == place
+
+    def _cause(self, block: Block) -> MissReason:
+        """Say why a block that was discarded is not there any more."""
+        ghost = self._index.ghosts.get(block.space.id, block.key)
+        corrupt = ghost is not None and ghost.cause == "corrupt"
+        return MissReason.CORRUPT if corrupt else MissReason.OTHER_EPOCH
 
     async def _move(self, moves: Sequence[_Move], slots: Sequence[Slot]) -> None:
         loop = asyncio.get_running_loop()
         begun = loop.time()
         transfers = []
         for move, slot in zip(moves, slots, strict=True):
-            move.started = True
+            move.state = _State.MOVING
             block = move.block
             assert block.disk is not None
             transfers.append(
@@ -208,44 +261,40 @@ class Promoter:
                 )
             )
         outcomes = [Outcome.IO_ERROR] * len(moves)
+        self.moving += len(moves)
         try:
             outcomes = await self._source.read(transfers)
         except TierError as error:
             log.warning("promotion failed: %s", error)
+        except Exception:
+            # The boundary of a batch: what one of them met must not end the service of all.
+            log.exception("promotion failed")
         finally:
             # Also when cancelled: by then the last system call has returned.
+            self.moving -= len(moves)
             for move, slot, outcome in zip(moves, slots, outcomes, strict=True):
                 self._land(move, slot, outcome)
         self._on_read(len(moves), loop.time() - begun)
 
     def _land(self, move: _Move, slot: Slot, outcome: Outcome) -> None:
         block = move.block
-        if outcome is Outcome.OK and not block.dead and block.host is None:
+        if outcome is Outcome.OK and not block.dead:
+            # Only the one move of a block gives it a host copy, so it has none now.
             self._index.hold_host(block)
             self._index.put_host(block, slot)
-            waiters = list(move.waiters)
-            self._end(move)
-            for waiter in waiters:
+            for waiter in self._end(move):
                 waiter.landed(block)
             self._index.release_host(block)
             return
         self._host.free(slot)
-        if outcome is Outcome.OK and block.host is not None and not block.dead:
-            waiters = list(move.waiters)
-            self._end(move)
-            for waiter in waiters:
-                waiter.landed(block)
-            return
         if outcome is Outcome.CORRUPT:
             self._on_corrupt(block)
             self._fail(move, MissReason.CORRUPT)
         elif block.dead:
-            self._fail(move, MissReason.EVICTED)
+            self._fail(move, self._cause(block))
         else:
             self._fail(move, MissReason.IO_ERROR)
 
     def _fail(self, move: _Move, reason: MissReason) -> None:
-        waiters = list(move.waiters)
-        self._end(move)
-        for waiter in waiters:
+        for waiter in self._end(move):
             waiter.failed(move.block, reason)

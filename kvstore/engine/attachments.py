@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 _DEATH_POLL_SECONDS = 0.01
 # Events that a client has not fetched: a stopped process must not grow the daemon's memory.
 _MAX_OUTBOX = 100_000
+_EARLY_RELEASES = 256
 
 
 class State(StrEnum):
@@ -57,6 +59,7 @@ class Attachment:
         owned: grants that it reserved, by the id that the client chose.
         writing: grants in which it is a writer.
         last_heard: loop time of its last message.
+        released_early: lease ids that were released before they were known: late acquires.
     """
 
     id: int
@@ -72,6 +75,7 @@ class Attachment:
     owned: dict[int, Grant] = field(default_factory=dict)
     writing: set[Grant] = field(default_factory=set)
     leased_bytes: int = 0
+    released_early: deque[int] = field(default_factory=lambda: deque(maxlen=_EARLY_RELEASES))
 
     def send(self, event: Event) -> None:
         """Queue an event for the client; dropped when nobody fetches events any more."""

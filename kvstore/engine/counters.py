@@ -62,7 +62,7 @@ class Counters:
 
     def miss(self, reason: str, blocks: int, block_tokens: int) -> None:
         """Count the blocks of a request that were not served, by why the run ended."""
-        if blocks > 0 and reason != "NONE":
+        if blocks > 0 and reason.lower() != "none":
             self.miss_blocks[reason.lower()] += blocks
             self.miss_tokens[reason.lower()] += blocks * block_tokens
 

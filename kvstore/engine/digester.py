@@ -7,9 +7,10 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from kvstore.tiers.digests import digest_shards
+from kvstore.tiers.pool_copy import undisturbed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Executor
 
     from kvstore.index import Block, BlockIndex
@@ -29,9 +30,16 @@ def _digest_all(views: Sequence[Views]) -> list[tuple[int, ...]]:
 class Digester:
     """Gives every block its digests while its host copy is held in place."""
 
-    def __init__(self, index: BlockIndex, host: HostTier, executor: Executor) -> None:
-        """Compose; the executor's threads do the hashing."""
+    def __init__(
+        self,
+        index: BlockIndex,
+        host: HostTier,
+        executor: Executor,
+        on_released: Callable[[], None],
+    ) -> None:
+        """Compose; the executor's threads do the hashing. `on_released`: blocks may leave again."""
         self._index = index
+        self._on_released = on_released
         self._host = host
         self._executor = executor
         self._queue: deque[Block] = deque()
@@ -54,7 +62,10 @@ class Digester:
         self._work.set()
 
     async def digest(self, blocks: Sequence[Block]) -> None:
-        """Compute the digests that are missing; the caller holds the host copies."""
+        """Compute the digests that are missing; the caller holds the host copies.
+
+        Cancelled, it waits for the thread first: the caller then lets go of what that reads.
+        """
         todo = [b for b in blocks if b.digests is None and b.host is not None]
         if not todo:
             return
@@ -62,7 +73,7 @@ class Digester:
             (self._host.views(b.host), b.space.spec.shard_bytes) for b in todo if b.host is not None
         ]
         loop = asyncio.get_running_loop()
-        digests = await loop.run_in_executor(self._executor, _digest_all, views)
+        digests = await undisturbed(loop.run_in_executor(self._executor, _digest_all, views))
         for block, digest in zip(todo, digests, strict=True):
             block.digests = digest
 
@@ -78,8 +89,8 @@ class Digester:
                     self._index.hold_host(block)
                     batch.append(block)
             try:
-                # A cancelled await would let go of slots that a thread still reads.
-                await asyncio.shield(self.digest(batch))
+                await self.digest(batch)
             finally:
                 for block in batch:
                     self._index.release_host(block)
+                self._on_released()

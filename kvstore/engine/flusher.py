@@ -20,13 +20,16 @@ child never becomes durable before its parent; if the parent's group fails, the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from kvstore.engine.disk_room import Deletes, DiskRoom
+from kvstore.engine.room import Signal
 from kvstore.errors import KVStoreError, TierError
-from kvstore.index import Block, Flush, disk_evictable, host_evictable
+from kvstore.index import Block, Flush
 from kvstore.index.records import BlockRecord
 from kvstore.tiers.base import Outcome, Slot, Transfer
 
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
 
     from kvstore.engine.counters import Counters
     from kvstore.engine.digester import Digester
-    from kvstore.engine.room import Signal
     from kvstore.engine.store_thread import StoreThread
     from kvstore.index import BlockIndex
     from kvstore.space import BlockShape
@@ -49,9 +51,11 @@ log = logging.getLogger(__name__)
 _GROUP_BYTES: Final = 64 << 20
 _GROUP_BLOCKS: Final = 256
 _GROUPS_AT_ONCE: Final = 2
+# What was refused is tried again no sooner; after failures that go on, later and later.
 _RETRY_SECONDS: Final = 2.0
-# Deletes without a group to ride on are committed after this long.
-_DELETE_DELAY_SECONDS: Final = 0.02
+_LAST_RETRY_SECONDS: Final = 60.0
+# Slots are made free ahead of need, but never more than this part of the disk.
+_AHEAD_PART: Final = 32
 
 
 @dataclass(eq=False, slots=True)
@@ -85,15 +89,19 @@ class Flusher:
         self._room = room
         self._queue: deque[Block] = deque()
         self._refused: dict[Block, None] = {}
-        self._deletes: list[tuple[Block, Slot]] = []
-        self._deletes_in_commit = 0
+        self._prune_at = _GROUP_BLOCKS
+        self._retry_at = 0.0
+        self._retry_seconds = _RETRY_SECONDS
+        self._stuck_since: float | None = None
+        self._deletes = Deletes()
+        self._disk_room = DiskRoom(index, disk, self._deletes, counters)
+        self._progress = Signal()
         self._work = asyncio.Event()
         self._groups = asyncio.Semaphore(_GROUPS_AT_ONCE)
         self._last_group: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[None]] = set()
         self._writing = 0
         self._task: asyncio.Task[None] | None = None
-        self._closing = False
 
     def start(self) -> None:
         """Begin to serve the queue."""
@@ -102,14 +110,13 @@ class Flusher:
 
     async def stop(self) -> None:
         """Finish the groups under way and commit pending deletes."""
-        self._closing = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         while self._running:
             await asyncio.gather(*self._running, return_exceptions=True)
-        if self._deletes:
-            await self._commit_deletes()
+        while self._deletes and await self._commit_deletes():
+            pass
 
     @property
     def busy(self) -> bool:
@@ -144,23 +151,28 @@ class Flusher:
     def committed(self, block: Block) -> None:
         """A new block under `through`: on to the disk, unless its parent was refused there."""
         parent = block.parent
-        if parent is not None and parent.disk is None and parent.flush is Flush.REFUSED:
+        if parent is not None and self._is_lost(parent):
             block.flush = Flush.REFUSED
-            self._refused[block] = None
+            self._remember_refused(block)
             self._index.offer(block)
         else:
             self.enqueue(block)
 
     def deleted(self, block: Block, slot: Slot) -> None:
         """A block left the disk: delete its record, then reuse its slot."""
-        self._deletes.append((block, slot))
+        self._deletes.add(block, slot)
+        self._work.set()
+
+    def wake(self) -> None:
+        """Look again: something may have let go of the disk."""
         self._work.set()
 
     def retry_refused(self) -> None:
         """Give blocks that were refused another chance (room was made, or the disk is back)."""
-        refused, self._refused = list(self._refused), {}
+        self._index.disk_room_hint = False
+        refused, self._refused = self._refused, {}
         for block in refused:
-            if not block.dead and block.flush is Flush.REFUSED and block.host is not None:
+            if block.flush is Flush.REFUSED and block.host is not None and not block.dead:
                 self.enqueue(block)
 
     async def flush(self, blocks: Sequence[Block], timeout: float) -> list[Block]:
@@ -172,46 +184,70 @@ class Flusher:
         for block in blocks:
             if block.disk is None and not block.dead and block.host is not None:
                 self.enqueue(block)
-        deadline = asyncio.get_running_loop().time() + timeout
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        waiting = list(blocks)
         while True:
-            open_ = [b for b in blocks if b.flush in (Flush.QUEUED, Flush.WRITING) and not b.dead]
-            if not open_:
+            waiting = [
+                b for b in waiting if b.flush in (Flush.QUEUED, Flush.WRITING) and not b.dead
+            ]
+            if not waiting:
                 break
-            left = deadline - asyncio.get_running_loop().time()
+            left = deadline - loop.time()
             if left <= 0:
                 raise TimeoutError
-            await self._room.wait(min(left, 0.5))
+            await self._progress.wait(min(left, 0.5))
         return [b for b in blocks if b.flush is Flush.REFUSED and not b.dead]
 
     async def _run(self) -> None:
         while True:
-            if self._index.disk_room_hint and self._refused:
-                self._index.disk_room_hint = False
-                self.retry_refused()
-            await self._groups.acquire()
-            group = self._select()
-            if group is not None:
-                self._writing += len(group.blocks)
-                task = asyncio.create_task(self._flush_group(group), name="flush-group")
-                self._last_group = task
-                self._running.add(task)
-                task.add_done_callback(self._group_done)
-                continue
-            self._groups.release()
-            self._work.clear()
-            if self._deletes and not self._running:
-                # Nothing to ride on; give a group a moment to come.
-                try:
-                    await asyncio.wait_for(self._work.wait(), _DELETE_DELAY_SECONDS)
-                except TimeoutError:
-                    await self._commit_deletes()
-                    self._work.set()
-                continue
-            timeout = _RETRY_SECONDS if self._queue else None
             try:
-                await asyncio.wait_for(self._work.wait(), timeout)
-            except TimeoutError:
-                continue
+                await self._step()
+            except Exception:
+                # The boundary of flushing: one fault must not end it for all.
+                log.exception("the flusher failed; it goes on")
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _step(self) -> None:
+        """Start one group, or wait until there may be one."""
+        now = asyncio.get_running_loop().time()
+        if self._refused and self._index.disk_room_hint and now >= self._retry_at:
+            self._retry_at = now + self._retry_seconds
+            self.retry_refused()
+        await self._groups.acquire()
+        # Before the look: what comes up during it is looked at again.
+        self._work.clear()
+        group = None
+        try:
+            group = self._select()
+        finally:
+            if group is None:
+                self._groups.release()
+        if group is None:
+            await self._idle()
+            return
+        self._stuck_since = None
+        self._writing += len(group.blocks)
+        task = asyncio.create_task(self._flush_group(group), name="flush-group")
+        self._last_group = task
+        self._running.add(task)
+        task.add_done_callback(self._group_done)
+
+    async def _idle(self) -> None:
+        """Wait for work; commit deletes that no group comes for."""
+        now = asyncio.get_running_loop().time()
+        waits: list[float] = []
+        if self._deletes and not self._running:
+            if now >= self._deletes.due:
+                await self._commit_deletes()
+                return
+            waits.append(self._deletes.due - now)
+        if self._queue:
+            waits.append(_RETRY_SECONDS)
+        if self._refused and self._index.disk_room_hint:
+            waits.append(self._retry_at - now)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._work.wait(), min(waits, default=None))
 
     def _group_done(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -230,183 +266,167 @@ class Flusher:
 
     def _select(self) -> _Group | None:
         """Take queued blocks of one shape for which there are disk slots now."""
-        while self._queue and (self._queue[0].dead or self._queue[0].disk is not None):
+        while self._queue and self._queue[0].dead:
             self._dequeued(self._queue.popleft(), Flush.NONE)
+            self._progress.notify()
         if not self._queue:
             return None
         shape = self._queue[0].space.shape
-        limit = max(1, min(_GROUP_BLOCKS, _GROUP_BYTES // shape.block_bytes))
+        wanted = self._wanted(shape)
+        self._disk.want(shape, 2 * wanted)
+        slots = self._disk.allocate(shape, wanted)
+        self._make_room(shape, wanted - len(slots), needed=not slots)
+        if not slots:
+            return None
+        blocks: list[Block] = []
+        while self._queue and self._queue[0].space.shape == shape and len(blocks) < len(slots):
+            block = self._queue.popleft()
+            if block.dead:
+                self._dequeued(block, Flush.NONE)
+            elif block.parent is not None and self._is_lost(block.parent):
+                self._refuse(block)
+            else:
+                block.flush = Flush.WRITING
+                self._index.hold_host(block)
+                blocks.append(block)
+        if len(slots) > len(blocks):
+            self._disk.free(slots[len(blocks) :])
+        if not blocks:
+            self._work.set()
+            self._tell()
+            return None
+        group = _Group(blocks, slots[: len(blocks)], self._last_group)
+        group.outcomes = [Outcome.IO_ERROR] * len(blocks)
+        return group
+
+    @staticmethod
+    def _is_lost(parent: Block) -> bool:
+        return parent.disk is None and parent.flush is Flush.REFUSED
+
+    def _wanted(self, shape: BlockShape) -> int:
+        """Return how many blocks at the queue's head make a group."""
+        limit = _group_limit(shape)
         wanted = 0
         for block in self._queue:
             if block.space.shape != shape or wanted == limit:
                 break
             wanted += 1
-        self._disk.want(shape, 2 * wanted)
-        slots = self._disk.allocate(shape, wanted)
-        if len(slots) < wanted or self._disk.free_blocks(shape) < limit:
-            self._make_room(shape, wanted - len(slots) + limit, needed=not slots)
-        if not slots:
-            return None
-        blocks: list[Block] = []
-        while self._queue and len(blocks) < len(slots):
-            block = self._queue.popleft()
-            if block.dead or block.disk is not None:
-                self._dequeued(block, Flush.NONE)
-                continue
-            if block.space.shape != shape:
-                self._queue.appendleft(block)
-                break
-            parent = block.parent
-            if parent is not None and parent.disk is None and parent.flush is Flush.REFUSED:
-                self._refuse(block)
-                continue
-            block.flush = Flush.WRITING
-            self._index.hold_host(block)
-            blocks.append(block)
-        if len(slots) > len(blocks):
-            self._disk.free(slots[len(blocks) :])
-            slots = slots[: len(blocks)]
-        if not blocks:
-            self._work.set()
-            return None
-        return _Group(blocks, slots, self._last_group)
+        return wanted
 
-    def _make_room(self, shape: BlockShape, count: int, *, needed: bool) -> None:
+    def _make_room(self, shape: BlockShape, missing: int, *, needed: bool) -> None:
         """Choose blocks to leave the disk; refuse the queue's head when nothing else can leave.
 
-        `count` covers what the next group needs too, so that its slots are free in time.
+        Makes room for a little more than what is missing, so that the next group's slots are free
+        in time.
         """
         disk = self._disk
-        coming = disk.room_blocks(shape) + self._deletes_in_commit + len(self._deletes)
-        missing = count - coming
-        queue = self._index.disk_queue(shape)
-        evicted = 0
-        while evicted < missing:
-            victim = queue.pop()
-            if victim is None:
-                break
-            self._index.drop_disk(victim)
-            evicted += 1
-        self._counters.counts["evicted_blocks_disk"] += evicted
-        if not needed or evicted or coming or disk.allocating or self._writing:
+        ahead = min(_group_limit(shape), disk.capacity_bytes // shape.block_bytes // _AHEAD_PART)
+        more = missing + max(0, ahead - disk.free_blocks(shape))
+        coming = more > 0 and self._disk_room.evict(shape, more)
+        if not needed or coming or self._writing or self._disk_room.reclaim_segment(shape):
             return
-        if self._reclaim_segment(shape):
+        # Only ancestors of queued blocks are left, or copies that promotions hold. Those may be
+        # over soon, but one that waits for memory, which waits for this queue, never is.
+        now = asyncio.get_running_loop().time()
+        self._stuck_since = now if self._stuck_since is None else self._stuck_since
+        if self._index.disk_held and now - self._stuck_since < _RETRY_SECONDS:
             return
-        # Only ancestors of queued blocks are left, or copies that are being read.
-        held = any(b.disk_refs for s in self._index.spaces.values() for b in s.blocks.values())
-        if not held:
-            while self._queue and self._queue[0].space.shape == shape:
-                self._refuse(self._queue.popleft())
-            self._room.notify()
+        hint = self._index.disk_room_hint
+        while self._queue and self._queue[0].space.shape == shape:
+            self._refuse(self._queue.popleft())
+        # What these blocks kept on disk are their own ancestors: no room for them.
+        self._index.disk_room_hint = hint
+        self._stuck_since = None
+        self._retry_at = now + self._retry_seconds
+        if self._queue:
+            self._work.set()
+        self._tell()
 
-    def _reclaim_segment(self, shape: BlockShape) -> bool:
-        """Drop the blocks of the coldest segment of another shape: once empty it is reused."""
-        others = [
-            (group, used) for group, other, _, used in self._disk.segments() if other != shape
-        ]
-        members: dict[int, list[Block]] = {group: [] for group, used in others if used}
-        for space in self._index.spaces.values():
-            if members and space.shape != shape:
-                for block in space.blocks.values():
-                    if block.disk is not None and block.disk.group in members:
-                        members[block.disk.group].append(block)
-        for group in sorted(
-            members, key=lambda g: max((b.sequence for b in members[g]), default=-1)
-        ):
-            blocks = members[group]
-            if self._disk.slots_in_use(group) != len(blocks):
-                continue  # some of its slots are being written or deleted
-            if any(b.disk_refs or b.queued_children for b in blocks):
-                continue
-            if self._drop_chains(blocks):
-                return True
-        return False
-
-    def _drop_chains(self, blocks: Sequence[Block]) -> bool:
-        """Drop blocks and what hangs on them, children first, as far as the rule allows."""
-        left: list[Block] = []
-        for space in {b.space: None for b in blocks}:
-            roots = [b for b in blocks if b.space is space]
-            left += dict.fromkeys(roots + self._index.descendants(space, roots))
-        progress = False
-        while left:
-            again = []
-            for block in reversed(left):
-                if block.disk is None and host_evictable(block):
-                    self._index.drop_host(block)
-                    progress = True
-                elif disk_evictable(block):
-                    self._index.drop_disk(block)
-                    self._counters.counts["evicted_blocks_disk"] += 1
-                    progress = True
-                elif block.disk is not None:
-                    again.append(block)
-            if len(again) == len(left):
-                break
-            left = again[::-1]
-        return progress
+    def _tell(self) -> None:
+        self._progress.notify()
+        self._room.notify()
 
     def _refuse(self, block: Block) -> None:
         self._dequeued(block, Flush.REFUSED)
-        if not block.dead:
-            self._refused[block] = None
-            self._counters.counts["flush_refused_blocks"] += 1
-            self._index.offer(block)
+        if block.dead:
+            return
+        self._counters.counts["flush_refused_blocks"] += 1
+        self._index.offer(block)
+        self._remember_refused(block)
+
+    def _remember_refused(self, block: Block) -> None:
+        if len(self._refused) >= self._prune_at:
+            # Some have left memory since, for good.
+            self._refused = {b: None for b in self._refused if b.host is not None and not b.dead}
+            self._prune_at = max(_GROUP_BLOCKS, 2 * len(self._refused))
+        self._refused[block] = None
 
     async def _flush_group(self, group: _Group) -> None:
         """Steps 2 to 5."""
-        blocks = group.blocks
         begun = asyncio.get_running_loop().time()
         try:
-            await self._digester.digest(blocks)
-            transfers = [
-                Transfer(slot, self._host.views(b.host), b.space.spec.shard_bytes)
-                for b, slot in zip(blocks, group.slots, strict=True)
-                if b.host is not None
-            ]
-            group.outcomes = await self._disk.write(transfers)
-            await self._disk.sync()
+            group.outcomes = await self._write(group)
         except TierError as error:
             log.warning("flush failed: %s", error)
-            group.outcomes = [Outcome.IO_ERROR] * len(blocks)
+        except Exception:
+            # The boundary of a group: its blocks are refused, the others go on.
+            log.exception("flush failed")
         if group.predecessor is not None:
             await asyncio.gather(group.predecessor, return_exceptions=True)
         await self._commit_group(group)
         self._counters.record("flush_group", asyncio.get_running_loop().time() - begun)
-        self._room.notify()
+        self._tell()
+
+    async def _write(self, group: _Group) -> list[Outcome]:
+        await self._digester.digest(group.blocks)
+        transfers = [
+            Transfer(slot, self._host.views(b.host), b.space.spec.shard_bytes)
+            for b, slot in zip(group.blocks, group.slots, strict=True)
+            if b.host is not None
+        ]
+        outcomes = await self._disk.write(transfers)
+        await self._disk.sync()
+        return outcomes
 
     async def _commit_group(self, group: _Group) -> None:
-        going: set[Block] = set()
-        records: list[BlockRecord] = []
+        records: dict[Block, BlockRecord] = {}
         for block, slot, outcome in zip(group.blocks, group.slots, group.outcomes, strict=True):
             parent = block.parent
-            anchored = parent is None or parent.disk is not None or parent in going
-            if outcome is not Outcome.OK or block.dead or not anchored:
-                continue
-            going.add(block)
-            records.append(record_of(block, slot))
-        deletes, self._deletes = self._deletes, []
-        ok = await self._commit(records, deletes)
+            anchored = parent is None or parent.disk is not None or parent in records
+            if outcome is Outcome.OK and not block.dead and anchored:
+                records[block] = record_of(block, slot)
+        ok = await self._commit(list(records.values()), self._deletes.take())
         for block, slot in zip(group.blocks, group.slots, strict=True):
             self._writing -= 1
-            if ok and block in going and not block.dead:
-                self._dequeued(block, Flush.NONE)
-                block.recorded = block.sequence
-                self._index.put_disk(block, slot)
-                self._counters.counts["flushed_blocks"] += 1
-            elif ok and block in going:
-                # It died during the commit: its record is durable, so the slot must wait.
+            record = records.get(block)
+            if record is None:
+                self._refuse(block)
+                self._disk.free([slot])
+            elif not ok:
+                # Its record may be durable all the same: it is deleted before the slot is used.
+                self._refuse(block)
+                self.deleted(block, slot)
+            elif block.dead:
+                # It died during the commit.
                 self._dequeued(block, Flush.NONE)
                 self.deleted(block, slot)
             else:
-                self._refuse(block)
-                self._disk.free([slot])
+                self._dequeued(block, Flush.NONE)
+                block.recorded = record.sequence
+                self._index.put_disk(block, slot)
+                self._counters.counts["flushed_blocks"] += 1
             self._index.release_host(block)
+        if ok and all(outcome is Outcome.OK for outcome in group.outcomes):
+            self._retry_seconds = _RETRY_SECONDS
+        else:
+            self._retry_at = asyncio.get_running_loop().time() + self._retry_seconds
+            self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)
+            self._index.disk_room_hint = True
 
-    async def _commit_deletes(self) -> None:
-        deletes, self._deletes = self._deletes, []
-        await self._commit([], deletes)
-        self._room.notify()
+    async def _commit_deletes(self) -> bool:
+        done = await self._commit([], self._deletes.take())
+        self._tell()
+        return done
 
     async def _commit(
         self, records: Sequence[BlockRecord], deletes: Sequence[tuple[Block, Slot]]
@@ -415,27 +435,23 @@ class Flusher:
         if not records and not deletes:
             return True
         # A block that came back under the same key has a record of its own by now.
-        names = [(b.space.id, b.key) for b, _ in deletes if not self._is_back(b)]
-        self._deletes_in_commit += len(deletes)
+        names = [(b.space.id, b.key) for b, _ in deletes if not _is_back(b)]
         try:
             await self._store.run(
                 self._store.store.commit_blocks, self._disk.store_id, list(records), names
             )
-        except KVStoreError as error:
-            log.warning("index commit failed: %s", error)
+        except Exception as error:
+            # The boundary of the store's thread. Whatever it met, nothing counts as durable.
+            expected = isinstance(error, KVStoreError)
+            log.warning("index commit failed: %s", error, exc_info=not expected)
             self._counters.counts["index_commit_failures"] += 1
-            self._deletes = list(deletes) + self._deletes
+            self._deletes.failed(deletes)
             return False
-        finally:
-            self._deletes_in_commit -= len(deletes)
-        self._disk.free([slot for _, slot in deletes])
+        self._disk.free(self._deletes.done(deletes))
+        if deletes and self._refused:
+            self._index.disk_room_hint = True
         self._work.set()
         return True
-
-    @staticmethod
-    def _is_back(block: Block) -> bool:
-        current = block.space.blocks.get(block.key)
-        return current is not None and current.disk is not None
 
     async def save_touches(self, blocks: Sequence[Block]) -> None:
         """Rewrite the records of blocks whose place in the LRU order has changed."""
@@ -444,6 +460,15 @@ class Flusher:
         if records and await self._commit(records, []):
             for block, record in zip(changed, records, strict=True):
                 block.recorded = record.sequence
+
+
+def _group_limit(shape: BlockShape) -> int:
+    return max(1, min(_GROUP_BLOCKS, _GROUP_BYTES // shape.block_bytes))
+
+
+def _is_back(block: Block) -> bool:
+    current = block.space.blocks.get(block.key)
+    return current is not None and current.disk is not None
 
 
 def record_of(block: Block, slot: Slot) -> BlockRecord:

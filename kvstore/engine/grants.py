@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.engine.events import GrantRevokedEvent
@@ -59,9 +59,8 @@ class Grant:
     Attributes:
         owner: attachment that reserved; 0 is the daemon itself.
         writers: attachment per shard.
-        epoch: of the space when granted; a bump voids the grant.
+        epoch: of the space, as the caller knew it; a bump voids the grant.
         slots: those that are not settled yet.
-        all_slots: as granted, for a repeated call.
     """
 
     id: int
@@ -70,7 +69,6 @@ class Grant:
     epoch: int
     writers: tuple[int, ...]
     slots: dict[Slot, GrantedSlot]
-    all_slots: tuple[Slot, ...] = field(default=())
 
 
 class Grants:
@@ -101,10 +99,6 @@ class Grants:
         """Return the number of grants."""
         return len(self._grants)
 
-    def slots_of_shape(self, space: SpaceIndex) -> int:
-        """Return how many granted slots of the space's shape are not settled."""
-        return sum(len(g.slots) for g in self._grants.values() if g.space.shape == space.shape)
-
     def find(self, owner: int, grant_id: int) -> Grant | None:
         """Return a grant that is not settled."""
         return self._grants.get((owner, grant_id))
@@ -114,19 +108,29 @@ class Grants:
         grant_id: int,
         owner: int,
         space: SpaceIndex,
+        epoch: int,
         writers: Sequence[Attachment],
         slots: Sequence[Slot],
     ) -> Grant:
-        """Record a grant. `writers` has one attachment per shard; empty: the daemon writes."""
+        """Record a grant.
+
+        Args:
+            grant_id: chosen by the owner.
+            owner: attachment that reserved; 0 is the daemon itself.
+            space: of the blocks to come.
+            epoch: under which the owner opened the space. When it was bumped since, nothing that
+                is written becomes a block: it was computed with other weights.
+            writers: one attachment per shard; empty: the daemon writes.
+            slots: what is granted.
+        """
         shards = space.shape.shards
         grant = Grant(
             id=grant_id,
             owner=owner,
             space=space,
-            epoch=space.epoch,
+            epoch=epoch,
             writers=tuple(w.id for w in writers) or (0,) * shards,
             slots={slot: GrantedSlot((1 << shards) - 1) for slot in slots},
-            all_slots=tuple(slots),
         )
         self._grants[(owner, grant_id)] = grant
         self.slot_count += len(slots)

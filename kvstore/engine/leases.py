@@ -19,6 +19,7 @@ from kvstore.engine.events import (
     LeasesRevokedEvent,
 )
 from kvstore.engine.misses import NO_MISS, miss_of
+from kvstore.errors import InvalidRequest
 from kvstore.miss import Miss, MissReason
 from kvstore.tiers.base import TierName
 
@@ -64,6 +65,7 @@ class Lease:
         held: indices of blocks whose host copy it holds.
         where: position of each awaited block in `run`.
         miss: why the run ends after its last block.
+        holding: of the promoter's waiters: it holds what lands.
     """
 
     id: int
@@ -78,6 +80,7 @@ class Lease:
     where: dict[Block, int] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
     ended: bool = False
+    holding: bool = True
 
     @property
     def growing(self) -> bool:
@@ -115,7 +118,13 @@ class Leases:
         self.count = 0
 
     def find_run(self, space: SpaceIndex, keys: Sequence[bytes]) -> tuple[list[Block], Miss]:
-        """Return the leading run of blocks present in any tier, and why it ends."""
+        """Return the leading run of blocks present in any tier, and why it ends.
+
+        Raises:
+            InvalidRequest: a key is named twice: that is no chain.
+        """
+        if len(set(keys)) != len(keys):
+            raise InvalidRequest("keys", "names a key twice")
         blocks = space.blocks
         run: list[Block] = []
         for key in keys:
@@ -134,10 +143,17 @@ class Leases:
         deadline_seconds: float,
         priority: int,
     ) -> Acquired:
-        """Lease the leading run in host memory; wait for the rest if there is a deadline."""
+        """Lease the leading run in host memory; wait for the rest if there is a deadline.
+
+        Raises:
+            InvalidRequest: as for `find_run`.
+        """
         existing = attachment.leases.get(lease_id)
         if existing is not None:
             return self._answer(existing, 0)
+        if lease_id in attachment.released_early:
+            # Its release has overtaken it: nobody would ever release it again.
+            return Acquired(0, self._slots(()), b"", False, Miss(MissReason.LEASE_LOST))
         run, miss = self.find_run(space, keys)
         block_bytes = space.shape.block_bytes
         affordable = max(0, (self.cap_bytes - attachment.leased_bytes) // block_bytes)
@@ -154,7 +170,7 @@ class Leases:
         for i, block in enumerate(run):
             block.uses += 1
             if block.host is not None:
-                block.host_refs += 1
+                self._index.hold_host(block)
                 lease.held.add(i)
             else:
                 lease.where[block] = i
@@ -167,8 +183,8 @@ class Leases:
             loop = asyncio.get_running_loop()
             lease.timer = loop.call_later(deadline_seconds, self._expire, lease)
             self.promoter.request(list(lease.where), lease, priority)
-        if not lease.growing:
-            self._counters.miss(miss.reason.value, len(keys) - len(run), space.spec.block_tokens)
+        # What follows the run; what it loses while it grows is counted then.
+        self._counters.miss(miss.reason.value, len(keys) - len(run), space.spec.block_tokens)
         return self._answer(lease, 0)
 
     def _answer(self, lease: Lease, first: int) -> Acquired:
@@ -253,7 +269,12 @@ class Leases:
         """End a lease; unknown ids are late or double releases and change nothing."""
         lease = attachment.leases.pop(lease_id, None)
         if lease is None:
+            attachment.released_early.append(lease_id)
             return
+        self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        attachment = lease.attachment
         lease.ended = True
         self.count -= 1
         attachment.leased_bytes -= len(lease.run) * lease.space.shape.block_bytes
@@ -268,17 +289,16 @@ class Leases:
     def end_all(self, attachment: Attachment) -> None:
         """End all leases of an attachment, telling it if it still listens."""
         ids = tuple(attachment.leases)
-        for lease_id in ids:
-            self.release(attachment, lease_id)
-        if ids:
-            self._counters.counts["leases_revoked"] += len(ids)
-            attachment.send(LeasesRevokedEvent(ids))
+        self._revoke(attachment, ids)
 
     def revoke_space(self, attachment: Attachment, space: SpaceIndex) -> None:
         """End an attachment's leases on a space whose epoch was bumped."""
         ids = tuple(i for i, lease in attachment.leases.items() if lease.space is space)
+        self._revoke(attachment, ids)
+
+    def _revoke(self, attachment: Attachment, ids: tuple[int, ...]) -> None:
         for lease_id in ids:
-            self.release(attachment, lease_id)
+            self._end(attachment.leases.pop(lease_id))
         if ids:
             self._counters.counts["leases_revoked"] += len(ids)
             attachment.send(LeasesRevokedEvent(ids))

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from kvstore.engine.events import SlabRetireEvent
-from kvstore.index import Flush, host_evictable
+from kvstore.index import Flush
+from kvstore.tiers.base import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,6 +65,15 @@ class Signal:
             self._waiters.discard(waiter)
 
 
+def _may_be_dropped(block: Block) -> bool:
+    """Return whether only children stand between the block and the end of its host copy."""
+    if block.host_refs or block.flush in (Flush.QUEUED, Flush.WRITING):
+        return False
+    if block.key in block.space.pending_children:
+        return False
+    return block.disk is not None or not block.pinned_until
+
+
 class HostRoom:
     """Hands out host slots and frees them."""
 
@@ -82,10 +91,12 @@ class HostRoom:
         self._attachments = attachments
         self.flusher: Flusher | None = None
         self.flush_on_evict = False
-        # Whether grants or leases hold slots that may come back.
+        # Whether grants, leases or movers hold slots that may come back.
         self.held: Callable[[], bool] = lambda: False
         self.signal = Signal()
         self._next_reclaim = 0.0
+        # Shapes for which the last look at the groups of others came too soon to be worth it.
+        self._unsearched: set[BlockShape] = set()
         self._ahead_scheduled: set[BlockShape] = set()
         # Slab groups on their way out, with the attachments that still map them.
         self.retiring: dict[int, set[int]] = {}
@@ -97,18 +108,24 @@ class HostRoom:
             self.try_remove(slot.group)
         self.signal.notify()
 
-    def take(self, shape: BlockShape, count: int) -> list[Slot]:
-        """Take up to `count` slots now, evicting where the rule allows."""
+    def take(self, shape: BlockShape, count: int, older_than: int | None = None) -> list[Slot]:
+        """Take up to `count` slots now, evicting where the rule allows.
+
+        Args:
+            shape: of the blocks to come.
+            count: how many.
+            older_than: evict only blocks of a lower sequence number.
+        """
         host = self._host
         slots = host.allocate(shape, count)
         missing = count - len(slots)
         if missing > 0:
             growing = min(missing, host.room_blocks(shape))
             if growing < missing and not host.allocating:
-                freed = self._evict(shape, missing - growing, inline=True)
+                freed = self._evict(shape, missing - growing, older_than, inline=True)
                 if freed:
                     slots += host.allocate(shape, freed)
-            if not slots and not growing and not host.allocating:
+            if not slots and not growing and not host.allocating and older_than is None:
                 self._reclaim_group(shape)
         total = sum(g.slots for g in host.groups() if g.shape == shape)
         host.want(shape, max(2 * count, total // 8))
@@ -122,9 +139,15 @@ class HostRoom:
             host.allocating
             or host.room_blocks(shape) > 0
             or self.retiring
+            or self._will_search(shape)
             or self.held()
             or (self.flusher is not None and self.flusher.busy)
         )
+
+    def _will_search(self, shape: BlockShape) -> bool:
+        """Return whether `take` will look at the groups of other shapes in a moment."""
+        late = self._next_reclaim + _RECLAIM_INTERVAL_SECONDS
+        return shape in self._unsearched and asyncio.get_running_loop().time() < late
 
     def views(self, slot: Slot) -> tuple[memoryview, ...]:
         """Return a slot's memory, one buffer per shard."""
@@ -134,26 +157,31 @@ class HostRoom:
         """Wait until something was freed; False after `timeout` seconds."""
         return await self.signal.wait(timeout)
 
-    def _evict(self, shape: BlockShape, count: int, *, inline: bool) -> int:
-        """Drop up to `count` host copies, coldest first; background runs lose no block."""
+    def _evict(
+        self, shape: BlockShape, count: int, older_than: int | None = None, *, inline: bool
+    ) -> int:
+        """Drop up to `count` host copies, coldest first; background runs lose no block.
+
+        Blocks that must be flushed first are sent to disk instead, but not more of them than
+        are wanted, those on their way counted: who waits asks again when each group is there.
+        """
         queue = self._index.host_queue(shape)
-        freed = sent = 0
-        kept: list[Block] = []
-        while freed + sent < count:
-            block = queue.pop()
-            if block is None:
+        freed = 0
+        while freed < count:
+            block = queue.peek()
+            if block is None or (older_than is not None and block.sequence >= older_than):
                 break
-            must_flush = block.disk is None and block.flush is Flush.NONE and self.flush_on_evict
-            if must_flush and self.flusher is not None:
-                sent += self.flusher.enqueue(block)
-                continue
-            if block.disk is None and not inline:
-                kept.append(block)
-                break
+            if block.disk is None:
+                flusher = self.flusher if self.flush_on_evict else None
+                if flusher is not None and block.flush is Flush.NONE:
+                    if freed + flusher.dirty_blocks >= count:
+                        break
+                    flusher.enqueue(block)
+                    continue
+                if not inline:
+                    break
             self._index.drop_host(block)
             freed += 1
-        for block in kept:
-            self._index.offer(block)
         name = "evictions_inline" if inline else "evictions_background"
         self._counters.counts[name] += freed
         self._counters.counts["evicted_blocks_host"] += freed
@@ -177,66 +205,48 @@ class HostRoom:
 
     def _reclaim_group(self, shape: BlockShape) -> None:
         """Empty the coldest slab group of another shape, if nothing in it is in use."""
-        now = asyncio.get_running_loop().time()
-        others = [
-            g
-            for g in self._host.groups()
-            if g.shape.slot_bytes != shape.slot_bytes or g.shape.shards != shape.shards
-        ]
-        if not others or self.retiring or now < self._next_reclaim:
+        others = [g for g in self._host.groups() if g.shape != shape]
+        self._unsearched.discard(shape)
+        if not others or self.retiring:
             return
-        self._next_reclaim = now + _RECLAIM_INTERVAL_SECONDS
-        wanted = {g.group for g in others}
-        members: dict[int, list[Block]] = defaultdict(list)
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        if begun < self._next_reclaim:
+            self._unsearched.add(shape)
+            loop.call_at(self._next_reclaim, self.signal.notify)
+            return
+        members: dict[int, list[Block]] = {g.group: [] for g in others}
         for space in self._index.spaces.values():
             if space.shape != shape:
                 for block in space.blocks.values():
-                    if block.host is not None and block.host.group in wanted:
+                    if block.host is not None and block.host.group in members:
                         members[block.host.group].append(block)
         others.sort(key=lambda g: max((b.sequence for b in members[g.group]), default=-1))
         for group in others:
             blocks = members[group.group]
-            if self._host.slots_in_use(group.group) != len(blocks):
-                continue
-            if self._empty(blocks):
+            if self._host.slots_in_use(group.group) == len(blocks) and self._empty(blocks):
                 self.retire(group.group)
-                return
+                break
+        took = loop.time() - begun
+        self._next_reclaim = begun + took + max(_RECLAIM_INTERVAL_SECONDS, 10 * took)
 
     def _empty(self, blocks: Sequence[Block]) -> bool:
-        """Drop the host copies of a slab group's blocks; False, and nothing done, if one is held.
+        """Drop the host copies of a slab group's blocks; False, and none dropped, if one is held.
 
         Blocks below them that lie in other groups go first, so that no child outlives its parent.
         """
-        if any(b.host_refs or b.flush in (Flush.QUEUED, Flush.WRITING) for b in blocks):
+        below = [b for b in self._index.descendants(blocks) if b.host is not None]
+        doomed = [*blocks, *below]
+        if not all(map(_may_be_dropped, doomed)):
             return False
         if self.flusher is not None and self.flush_on_evict:
-            dirty = [b for b in blocks if b.disk is None and b.flush is Flush.NONE]
+            dirty = [b for b in doomed if b.disk is None and b.flush is Flush.NONE]
+            for block in dirty:
+                self.flusher.enqueue(block)
             if dirty:
-                for block in dirty:
-                    self.flusher.enqueue(block)
                 return False
-        by_space = defaultdict(list)
-        for block in blocks:
-            by_space[block.space].append(block)
-        doomed: list[Block] = []
-        for space, roots in by_space.items():
-            below = self._index.descendants(space, roots)
-            if any(b.host_refs for b in below):
-                return False
-            doomed += dict.fromkeys(roots + [b for b in below if b.host is not None])
-        # Children before parents, as often as it takes: chains may cross the group several times.
-        while doomed:
-            left = []
-            for block in reversed(doomed):
-                if host_evictable(block):
-                    self._index.drop_host(block)
-                    self._counters.counts["evicted_blocks_host"] += 1
-                elif block.host is not None:
-                    left.append(block)
-            if len(left) == len(doomed):
-                return False
-            doomed = left[::-1]
-        return True
+        self._counters.counts["evicted_blocks_host"] += self._index.evict_all(doomed, TierName.HOST)
+        return all(block.host is None for block in blocks)
 
     def retire(self, group: int) -> None:
         """Take a slab group out of service; it is removed when nobody maps it any more."""

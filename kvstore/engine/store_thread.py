@@ -32,7 +32,8 @@ class StoreThread:
     async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Run `function` on the thread. A cancelled call still runs to its end."""
         future = self._thread.submit(function, *args, **kwargs)
-        return await asyncio.wrap_future(future)
+        # Cancelling the wrapped future would take a call that has not begun off the queue.
+        return await asyncio.shield(asyncio.wrap_future(future))
 
     def close(self) -> None:
         """Wait for what was asked for."""

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvstore.engine.misses import miss_of
 from kvstore.engine.waiting import RunWaiter
 from kvstore.index import NEVER
 from kvstore.miss import Miss, MissReason
@@ -71,11 +72,16 @@ class Tickets:
         await waiter.wait(min(ticket.deadline, loop.time() + wait_seconds))
         if loop.time() >= ticket.deadline:
             self._give_up(ticket)
-        blocks = next((i for i, b in enumerate(ticket.run) if b.host is None), len(ticket.run))
+        run = ticket.run
+        blocks = next((i for i, b in enumerate(run) if b.host is None or b.dead), len(run))
         miss = ticket.miss
-        if blocks < len(ticket.run):
-            failure = waiter.failures.get(ticket.run[blocks], MissReason.DEADLINE)
-            miss = Miss(failure, "disk")
+        if blocks < len(run):
+            missing = run[blocks]
+            failure = waiter.failures.get(missing)
+            if failure is None and space.blocks.get(missing.key) is not missing:
+                miss = miss_of(self._index, space, missing.key)
+            else:
+                miss = Miss(failure or MissReason.DEADLINE, "disk")
         if not waiter.pending:
             self._tickets.pop(ticket_id, None)
         return blocks, not waiter.pending, miss
@@ -109,5 +115,4 @@ class Tickets:
         waiter = ticket.waiter
         if waiter.pending and self.promoter is not None:
             self.promoter.cancel(list(waiter.pending), waiter)
-        waiter.pending.clear()
         waiter.close()

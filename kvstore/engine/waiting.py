@@ -22,8 +22,8 @@ class RunWaiter:
     def __init__(self, index: BlockIndex, blocks: Sequence[Block], *, hold: bool) -> None:
         """Wait for `blocks`; the caller then requests them from the promoter."""
         self._index = index
-        self._hold = hold
-        self._held: list[Block] = []
+        self.holding = hold
+        self._held: set[Block] = set()
         self._signal = Signal()
         self.pending: set[Block] = set(blocks)
         self.failures: dict[Block, MissReason] = {}
@@ -31,9 +31,9 @@ class RunWaiter:
     def landed(self, block: Block) -> None:
         """A block has a host copy."""
         self.pending.discard(block)
-        if self._hold:
+        if self.holding and block not in self._held:
             self._index.hold_host(block)
-            self._held.append(block)
+            self._held.add(block)
         self._signal.notify()
 
     def failed(self, block: Block, reason: MissReason) -> None:
@@ -56,8 +56,18 @@ class RunWaiter:
     def _left(deadline: float) -> float:
         return deadline - asyncio.get_running_loop().time()
 
+    def let_go(self, block: Block) -> bool:
+        """Let go of one block that has landed; False when it is not held here."""
+        if block not in self._held:
+            return False
+        self._held.discard(block)
+        self._index.release_host(block)
+        return True
+
     def close(self) -> None:
-        """Let go of what it holds."""
-        held, self._held = self._held, []
+        """Let go of what it holds, and end every wait. The promoter is told by the caller."""
+        self.pending.clear()
+        self._signal.notify()
+        held, self._held = self._held, set()
         for block in held:
             self._index.release_host(block)

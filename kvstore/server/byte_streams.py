@@ -7,10 +7,9 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from kvstore.errors import InvalidRequest
-from kvstore.miss import Miss, MissReason
+from kvstore.miss import Miss
 from kvstore.outcomes import CommitOutcome
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.tiers.base import TierName
 from kvstore.wire import CHUNK_BYTES, miss_to_message, unpack_keys
 
 if TYPE_CHECKING:
@@ -19,23 +18,23 @@ if TYPE_CHECKING:
     from kvstore.engine import Engine
     from kvstore.engine.grants import Grant
     from kvstore.index import SpaceIndex
-    from kvstore.tiers.base import Slot
 
 __all__ = ["ByteStreams"]
 
 # Bytes held in place while they are sent.
 _WINDOW_BYTES = 64 << 20
+_POOL_PART = 8
 
 
 class _Incoming:
     """One streamed block on its way into a slot."""
 
-    def __init__(self, engine: Engine, space: SpaceIndex, slot: Slot) -> None:
+    def __init__(self, engine: Engine, grant: Grant) -> None:
         self._engine = engine
-        self._grant: Grant = engine.new_put(space, [slot])
-        self._slot = slot
-        self._views = engine.host.views(slot)
-        self._lengths = space.spec.shard_bytes
+        self._grant = grant
+        [self._slot] = grant.slots
+        self._views = engine.host.views(self._slot)
+        self._lengths = grant.space.spec.shard_bytes
 
     def write(self, offset: int, data: bytes) -> None:
         """Copy a piece of the block, `offset` counted over its shards, into the slot."""
@@ -101,11 +100,13 @@ class ByteStreams:
                     refused = refused or not self._reachable(space, parent)
                     if not refused and keys[chunk.block] not in space.blocks:
                         left = max(0.0, deadline - loop.time())
-                        slot = await self._engine.take_for_put(space, left, parent)
-                        if slot is None:
+                        grant = await self._engine.reservations.take_for_put(
+                            space, header.space.epoch, left, parent
+                        )
+                        if grant is None:
                             refused = True
                         else:
-                            incoming = _Incoming(self._engine, space, slot)
+                            incoming = _Incoming(self._engine, grant)
                 if incoming is not None:
                     incoming.write(chunk.offset, chunk.data)
                 expected = (chunk.block, end)
@@ -129,7 +130,10 @@ class ByteStreams:
         self, space: SpaceIndex, keys: Sequence[bytes], deadline_seconds: float
     ) -> AsyncGenerator[pb.GetResponse]:
         """Stream the leading run; each block's bytes stay in place while they are read."""
-        window = max(1, min(_WINDOW_BYTES, self._engine.lease_cap_bytes) // space.shape.block_bytes)
+        # What is held while it waits for its turn must leave room for what others wait for.
+        share = self._engine.host.usage().capacity_bytes // _POOL_PART
+        held_bytes = min(_WINDOW_BYTES, share, self._engine.lease_cap_bytes)
+        window = max(1, held_bytes // space.shape.block_bytes)
         sent = 0
         miss = Miss()
         while sent < len(keys):
@@ -154,28 +158,19 @@ class ByteStreams:
     async def _window(
         self, space: SpaceIndex, keys: Sequence[bytes], first: int, deadline_seconds: float
     ) -> AsyncGenerator[tuple[pb.GetResponse, bool] | Miss]:
-        engine = self._engine
-        loop = asyncio.get_running_loop()
-        run, waiter, miss = engine.start_read(space, keys)
-        warm = [b for b in run if b not in waiter.pending and b.host is not None]
-        for block in warm:
-            engine.hold(block)
-        cold = set(waiter.pending)
-        counts = engine.counters.counts
+        counts = self._engine.counters.counts
+        read = self._engine.start_read(space, keys)
         try:
-            for i, block in enumerate(run):
-                await waiter.wait_for(block, loop.time() + deadline_seconds)
-                if block in waiter.pending or block in waiter.failures:
-                    reason = waiter.failures.get(block, MissReason.DEADLINE)
-                    yield Miss(reason, "disk")
+            for i in range(len(read.run)):
+                if miss := await read.wait(i, deadline_seconds):
+                    yield miss
                     return
-                if block.host is None or block.dead:
-                    yield Miss(MissReason.LEASE_LOST, "host")
-                    return
-                tier = (TierName.DISK if block in cold else TierName.HOST).name.lower()
+                block = read.run[i]
+                assert block.host is not None
+                tier = read.tier(i).name.lower()
                 counts[f"hit_blocks_{tier}"] += 1
                 counts[f"hit_tokens_{tier}"] += space.spec.block_tokens
-                views = engine.host.views(block.host)
+                views = self._engine.host.views(block.host)
                 offset = 0
                 for view, length in zip(views, space.spec.shard_bytes, strict=True):
                     for at in range(0, length, CHUNK_BYTES):
@@ -186,9 +181,8 @@ class ByteStreams:
                             pb.GetResponse(chunk=chunk),
                             offset == space.spec.block_bytes,
                         )
-            if miss:
-                yield miss
+                read.let_go(i)
+            if read.miss:
+                yield read.miss
         finally:
-            engine.end_read(waiter)
-            for block in warm:
-                engine.let_go(block)
+            read.close()

@@ -158,7 +158,7 @@ class KVStoreService(rpc.KVStoreServicer):
         if not 1 <= request.count <= _MAX_COUNT:
             raise InvalidRequest("count", f"must be within 1 … {_MAX_COUNT}")
         writers = [self._writer(writer) for writer in request.writers]
-        slots, shortage = await self.engine.reserve(
+        slots, shortage = await self.engine.reservations.reserve(
             owner,
             space,
             request.grant_id,
@@ -279,7 +279,7 @@ class KVStoreService(rpc.KVStoreServicer):
         if request.tier == pb.TIER_GPU:
             raise InvalidRequest("tier", "this daemon has no gpu tier")
         tier = TierName(request.tier) if request.tier else None
-        copies, skipped = await self.engine.evict(space, keys or None, tier)
+        copies, skipped = await self.engine.removal.evict(space, keys or None, tier)
         return pb.EvictResponse(copies=copies, skipped=skipped)
 
     @answering
@@ -288,7 +288,7 @@ class KVStoreService(rpc.KVStoreServicer):
     ) -> pb.BumpEpochResponse:
         """Make the space's blocks unreachable."""
         space = self._space(request.space)
-        epoch = await self.engine.bump_epoch(space)
+        epoch = await self.engine.removal.bump_epoch(space)
         return pb.BumpEpochResponse(space=pb.SpaceRef(id=space.id, epoch=epoch))
 
     @answering

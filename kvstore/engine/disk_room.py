@@ -1,0 +1,156 @@
+"""Room in the disk tier: what leaves to make some, and when the slots of what left are free.
+
+A block that leaves is forgotten at once. Its slot is free only when the delete of its record is
+durable: deletes ride on the commit of the next group, or are committed by themselves when none
+comes. What leaves is, in this order, the coldest block that the rule lets go, then whole segments
+of another shape, coldest first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from kvstore.index import Block, Flush
+from kvstore.tiers.base import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.engine.counters import Counters
+    from kvstore.index import BlockIndex
+    from kvstore.space import BlockShape
+    from kvstore.tiers.base import Slot
+    from kvstore.tiers.disk import DiskTier
+
+__all__ = ["Deletes", "DiskRoom"]
+
+# Deletes without a group to ride on are committed after this long, and tried again after that.
+_DELETE_DELAY_SECONDS: Final = 0.02
+_DELETE_RETRY_SECONDS: Final = 2.0
+# Deletes in one transaction: the loop frees their slots in one go.
+_DELETES_AT_ONCE: Final = 4096
+# How often, at most, the blocks of other shapes are looked through.
+_RECLAIM_INTERVAL_SECONDS: Final = 0.1
+
+
+class Deletes:
+    """Blocks whose records are to be deleted, oldest first, with the slots that this frees.
+
+    Attributes:
+        due: loop time at which they are committed without a group.
+        freeing: per shape, slots that will be free.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._waiting: list[tuple[Block, Slot]] = []
+        self.due = 0.0
+        self.freeing: Counter[BlockShape] = Counter()
+
+    def __bool__(self) -> bool:
+        """Return whether deletes wait to be committed."""
+        return bool(self._waiting)
+
+    def add(self, block: Block, slot: Slot) -> None:
+        """Queue one."""
+        if not self._waiting:
+            self.due = asyncio.get_running_loop().time() + _DELETE_DELAY_SECONDS
+        self._waiting.append((block, slot))
+        self.freeing[block.space.shape] += 1
+
+    def take(self) -> list[tuple[Block, Slot]]:
+        """Take some for a transaction; `done` or `failed` follows."""
+        taken = self._waiting[:_DELETES_AT_ONCE]
+        del self._waiting[:_DELETES_AT_ONCE]
+        return taken
+
+    def done(self, taken: Sequence[tuple[Block, Slot]]) -> list[Slot]:
+        """They are durable; return the slots, which are free now."""
+        for block, _ in taken:
+            self.freeing[block.space.shape] -= 1
+        return [slot for _, slot in taken]
+
+    def failed(self, taken: Sequence[tuple[Block, Slot]]) -> None:
+        """They may not be durable: try again later, in the same order."""
+        self._waiting[:0] = taken
+        self.due = asyncio.get_running_loop().time() + _DELETE_RETRY_SECONDS
+
+
+class DiskRoom:
+    """Chooses what leaves the disk."""
+
+    def __init__(
+        self, index: BlockIndex, disk: DiskTier, deletes: Deletes, counters: Counters
+    ) -> None:
+        """Compose."""
+        self._index = index
+        self._disk = disk
+        self._deletes = deletes
+        self._counters = counters
+        self._next_reclaim = 0.0
+
+    def evict(self, shape: BlockShape, count: int) -> bool:
+        """See to it that `count` more slots become free, as far as the rule allows.
+
+        Returns:
+            Whether any will.
+        """
+        coming = self._disk.room_blocks(shape) + self._deletes.freeing[shape]
+        queue = self._index.disk_queue(shape)
+        evicted = 0
+        while coming + evicted < count and (victim := queue.peek()) is not None:
+            self._index.drop_disk(victim)
+            evicted += 1
+        self._counters.counts["evicted_blocks_disk"] += evicted
+        return bool(coming or evicted or self._disk.allocating)
+
+    def reclaim_segment(self, shape: BlockShape) -> bool:
+        """Drop the blocks of the coldest segment of another shape that the rule lets go as a whole.
+
+        Returns:
+            Whether a segment will be empty, after this or an earlier call.
+        """
+        if any(self._deletes.freeing.values()):
+            return True
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        members: dict[int, list[Block]] = {
+            group: [] for group, other, _, used in self._disk.segments() if other != shape and used
+        }
+        if not members or begun < self._next_reclaim:
+            return False
+        for space in self._index.spaces.values():
+            if space.shape != shape:
+                for block in space.blocks.values():
+                    if block.disk is not None and block.disk.group in members:
+                        members[block.disk.group].append(block)
+        coldest = sorted(members, key=lambda g: max((b.sequence for b in members[g]), default=-1))
+        emptied = any(
+            # Otherwise some of its slots are being written or deleted.
+            self._disk.slots_in_use(group) == len(members[group]) and self._empty(members[group])
+            for group in coldest
+        )
+        took = loop.time() - begun
+        self._next_reclaim = begun + took + max(_RECLAIM_INTERVAL_SECONDS, 10 * took)
+        return emptied
+
+    def _empty(self, blocks: Sequence[Block]) -> bool:
+        """Drop the disk copies of some blocks and of what hangs on them; all or nothing.
+
+        Where a block's only copy is the one on disk, everything below it goes from host, too.
+        """
+        leaving = [*blocks, *(b for b in self._index.descendants(blocks) if b.disk is not None)]
+        last = [b for b in leaving if b.host is None]
+        orphans = [b for b in self._index.descendants(last) if b.host is not None]
+        if any(b.disk_refs or b.queued_children for b in leaving):
+            return False
+        if any(b.pinned_until or b.key in b.space.pending_children for b in (*last, *orphans)):
+            return False
+        if any(b.host_refs or b.flush in (Flush.QUEUED, Flush.WRITING) for b in orphans):
+            return False
+        counts = self._counters.counts
+        counts["evicted_blocks_host"] += self._index.evict_all(orphans, TierName.HOST)
+        counts["evicted_blocks_disk"] += self._index.evict_all(leaving, TierName.DISK)
+        return all(block.disk is None for block in blocks)

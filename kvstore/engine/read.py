@@ -1,0 +1,87 @@
+"""Reads by the daemon itself: a run whose bytes are streamed to a client."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from kvstore.engine.waiting import RunWaiter
+from kvstore.miss import Miss, MissReason
+from kvstore.tiers.base import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvstore.index import Block, BlockIndex
+    from kvstore.prefetch.promoter import Promoter
+
+__all__ = ["Read"]
+
+
+class Read:
+    """One leading run. Its copies in host are held until they are let go; the others are promoted.
+
+    Attributes:
+        run: the blocks.
+        miss: why the run ends after them.
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        promoter: Promoter | None,
+        run: Sequence[Block],
+        miss: Miss,
+        on_released: Callable[[], None],
+    ) -> None:
+        """Hold what is in host and ask for the rest. `close` must follow."""
+        self._index = index
+        self._promoter = promoter
+        self._on_released = on_released
+        self.run = run
+        self.miss = miss
+        cold = list(dict.fromkeys(b for b in run if b.host is None))
+        self._cold = set(cold)
+        self._warm = {b for b in run if b.host is not None}
+        for block in self._warm:
+            index.hold_host(block)
+        self._waiter = RunWaiter(index, cold, hold=True)
+        if cold and promoter is not None:
+            promoter.request(cold, self._waiter)
+
+    async def wait(self, at: int, seconds: float) -> Miss:
+        """Wait for one block's host copy; a true `Miss` says why it is not there in time."""
+        block = self.run[at]
+        if block in self._cold:
+            deadline = asyncio.get_running_loop().time() + seconds
+            await self._waiter.wait_for(block, deadline)
+            if block in self._waiter.pending or block in self._waiter.failures:
+                reason = self._waiter.failures.get(block, MissReason.DEADLINE)
+                return Miss(reason, "disk")
+        if block.host is None or block.dead:
+            return Miss(MissReason.LEASE_LOST, "host")
+        return Miss()
+
+    def tier(self, at: int) -> TierName:
+        """Return the tier that held a block when the read began."""
+        return TierName.DISK if self.run[at] in self._cold else TierName.HOST
+
+    def let_go(self, at: int) -> None:
+        """Let go of a block that was read: it may make room for those to come."""
+        block = self.run[at]
+        if block in self._warm:
+            self._warm.discard(block)
+            self._index.release_host(block)
+            self._on_released()
+        elif self._waiter.let_go(block):
+            self._on_released()
+
+    def close(self) -> None:
+        """Stop waiting and let go of everything."""
+        if self._waiter.pending and self._promoter is not None:
+            self._promoter.cancel(list(self._waiter.pending), self._waiter)
+        self._waiter.close()
+        warm, self._warm = self._warm, set()
+        for block in warm:
+            self._index.release_host(block)
+        self._on_released()

@@ -1,0 +1,144 @@
+"""Removal: blocks that go because somebody says so, because they are damaged, or outdated."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from kvstore.errors import KVStoreError
+from kvstore.tiers.base import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.engine.attachments import Attachments
+    from kvstore.engine.counters import Counters
+    from kvstore.engine.flusher import Flusher
+    from kvstore.engine.grants import Grants
+    from kvstore.engine.leases import Leases
+    from kvstore.engine.pins import Pins
+    from kvstore.engine.store_thread import StoreThread
+    from kvstore.index import Block, BlockIndex, SpaceIndex
+
+__all__ = ["Removal"]
+
+log = logging.getLogger(__name__)
+
+# Blocks removed in one go: about 10 ms of the loop.
+_CHUNK: Final = 1000
+
+
+class Removal:
+    """Takes blocks out of the index other than for room."""
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        store: StoreThread,
+        attachments: Attachments,
+        grants: Grants,
+        leases: Leases,
+        pins: Pins,
+        counters: Counters,
+    ) -> None:
+        """Compose; `flusher` is set afterwards when there is a disk tier."""
+        self._index = index
+        self._store = store
+        self._attachments = attachments
+        self._grants = grants
+        self._leases = leases
+        self._pins = pins
+        self._counters = counters
+        self.flusher: Flusher | None = None
+        self._bumps: set[asyncio.Task[int]] = set()
+
+    async def stop(self) -> None:
+        """Wait for the bumps under way."""
+        while self._bumps:
+            await asyncio.wait(self._bumps)
+
+    async def evict(
+        self, space: SpaceIndex, keys: Sequence[bytes] | None, tier: TierName | None
+    ) -> tuple[int, int]:
+        """Remove copies as far as the rule allows, children first.
+
+        Returns:
+            copies removed, and copies that had to stay.
+        """
+        if keys is None:
+            blocks = list(space.blocks.values())
+        else:
+            blocks = list(filter(None, map(space.blocks.get, dict.fromkeys(keys))))
+        tiers = (TierName.HOST, TierName.DISK) if tier is None else (tier,)
+        removed = skipped = 0
+        for which in tiers:
+            host = which is TierName.HOST
+            left = [b for b in blocks if (b.host if host else b.disk) is not None]
+            while left:
+                again: list[Block] = []
+                for i, block in enumerate(reversed(left)):
+                    if i % _CHUNK == _CHUNK - 1:
+                        await asyncio.sleep(0)
+                    if block.dead or (block.host if host else block.disk) is None:
+                        continue
+                    if self._index.evict(block, which):
+                        removed += 1
+                    else:
+                        again.append(block)
+                if len(again) == len(left):
+                    break
+                # Children that went may have been what kept their parents.
+                left = again[::-1]
+            skipped += len(left)
+        self._counters.counts["evicted_by_request"] += removed
+        return removed, skipped
+
+    def corrupt(self, block: Block) -> None:
+        """A block's only copy is damaged: it goes, and what hangs on it."""
+        self._counters.counts["corrupt_blocks"] += 1
+        log.error("block %s of space %s is damaged", block.key.hex(), block.space.id.hex()[:12])
+        if block.dead:
+            return
+        below = self._index.descendants([block])
+        for gone in (*reversed(below), block):
+            self._index.discard(gone, "corrupt", TierName.DISK)
+            self._pins.forget(gone)
+        if self.flusher is not None:
+            self.flusher.wake()
+
+    async def bump_epoch(self, space: SpaceIndex) -> int:
+        """Make every block of the space unreachable, durably; return the new epoch.
+
+        Once begun it runs to its end, also when the caller is cancelled: an epoch must not be
+        durable and unknown.
+
+        Raises:
+            StoreDamaged: the epoch is still the old one.
+        """
+        task = asyncio.create_task(self._bump(space), name="bump-epoch")
+        self._bumps.add(task)
+        task.add_done_callback(self._bumps.discard)
+        return await asyncio.shield(task)
+
+    async def _bump(self, space: SpaceIndex) -> int:
+        epoch = await self._store.run(self._store.store.bump_epoch, space.id)
+        if epoch <= space.epoch:
+            return space.epoch  # a later bump was faster
+        space.epoch = epoch
+        self._grants.void(space)
+        for attachment in self._attachments.snapshot():
+            self._leases.revoke_space(attachment, space)
+        blocks = self._index.discard_space(space)
+        pins = self._pins.forget_space(space)
+        for at in range(0, len(blocks), _CHUNK):
+            self._index.free_discarded(blocks[at : at + _CHUNK])
+            await asyncio.sleep(0)
+        if self.flusher is not None:
+            self.flusher.wake()
+        try:
+            await self._pins.delete_stored(pins)
+        except KVStoreError as error:
+            # They pin nothing: their blocks are gone.
+            log.warning("stored pins of an earlier epoch stay until the next start: %s", error)
+        return epoch

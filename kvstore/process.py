@@ -1,8 +1,8 @@
 """What happens to clients when their process forks or exits.
 
 A forked child inherits open files but no threads. It must drop the lock that says that its parent
-is alive, and it must never destroy a gRPC channel: without the channel's threads that spins for
-ever, as soon as the garbage collector finds one.
+is alive, and it must never destroy a gRPC channel: grpc.aio then waits for its poller thread, which
+the child has not got, and spins for ever as soon as the garbage collector finds a channel.
 """
 
 from __future__ import annotations

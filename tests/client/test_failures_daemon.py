@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from kvstore import (
     Client,
     ClientClosed,
+    DeadlineExceeded,
     Keys,
     ServerUnavailable,
     SpaceSpec,
@@ -317,6 +318,63 @@ def test_a_handle_reads_on_after_a_restart_in_order(
         daemon.start()
         assert client.attachment.wait_active(10)
         assert right(space, "kept", 8) == 8
+
+
+def test_a_daemon_that_stalls_costs_the_timeout_and_no_more(daemon: Any, until: Until) -> None:
+    with Client(daemon.address, timeout_s=0.5) as client:
+        space = client.open_space(SPEC)
+        assert stored(space, "stall", 4) == 4
+        first = client.attachment.id
+        daemon.signal(signal.SIGSTOP)
+        try:
+            keys = chain("stall", 4)[0]
+            for call in (
+                lambda: space.lookup(keys),
+                lambda: space.get(keys, timeout_s=0.1),
+                lambda: space.acquire(keys).result(5),
+            ):
+                began = time.monotonic()
+                with pytest.raises(DeadlineExceeded):
+                    call()
+                assert time.monotonic() - began < 3
+        finally:
+            daemon.signal(signal.SIGCONT)
+        assert right(space, "stall", 4) == 4
+        assert client.attachment.id == first
+        # The lease that nobody waited for was given back.
+        until(lambda: client.stats().leases == 0)
+
+
+@pytest.mark.parametrize("why", ["another machine", "another user", "a lock in the way"])
+def test_a_client_that_cannot_map_the_pool_streams(
+    daemon: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvstore.attach import attachment, incarnation
+
+    if why == "another machine":
+        monkeypatch.setattr(attachment, "machine_id", lambda: "elsewhere")
+    elif why == "a lock in the way":
+        monkeypatch.setattr(incarnation, "lock_byte", lambda _fd, _offset: False)
+    else:
+        opened = os.open
+
+        def forbidden(path: Any, *arguments: Any, **named: Any) -> int:
+            if str(path).endswith("/control"):
+                raise PermissionError(13, "Permission denied")
+            return opened(path, *arguments, **named)
+
+        monkeypatch.setattr(os, "open", forbidden)
+    with Client(daemon.address) as client:
+        space = client.open_space(SPEC)
+        before = _mappings()
+        assert stored(space, "stream", 5) == 5
+        assert right(space, "stream", 7) == 5
+        assert not client.attachment.mappable
+        assert not client.attachment.alive
+        assert _mappings() == before
+        with pytest.raises(AttachmentLost, match="cannot be mapped"):
+            space.acquire(chain("stream", 1)[0]).result(5)
+        assert [c.state for c in client.stats().clients] == ["active"]
 
 
 def test_a_writer_named_by_an_attachment_that_ended_may_not_write(

@@ -22,32 +22,61 @@ from typing import IO, Any, Final, Self
 
 from kvstore.errors import KVStoreError
 
-__all__ = ["Child", "ChildDaemon", "ChildError", "interruptible"]
+__all__ = ["Child", "ChildDaemon", "ChildError", "interruptible", "uninterrupted"]
 
 _PR_SET_PDEATHSIG: Final = 1
 # Loaded here: the dynamic loader must not run between fork and exec.
 _LIBC: Final = ctypes.CDLL(None)
 _LOG_TAIL_LINES: Final = 15
+# For a process that has hardly begun; killed at once it could leave shared memory behind.
+_STOP_SECONDS: Final = 10.0
 
 
 class ChildError(KVStoreError):
     """A child process failed or did not answer in time."""
 
 
+class _Interrupts:
+    """Interrupts that came while they were held back. The main thread's alone."""
+
+    depth = 0
+    pending = False
+
+
+def _interrupt(*_: object) -> None:
+    if _Interrupts.depth:
+        _Interrupts.pending = True
+    else:
+        raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that everything is cleaned up."""
-
-    def raise_interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    signals = (signal.SIGTERM, signal.SIGHUP)
-    previous = [signal.signal(number, raise_interrupt) for number in signals]
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = [signal.signal(number, _interrupt) for number in signals]
     try:
         yield
     finally:
         for number, handler in zip(signals, previous, strict=True):
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold such interrupts back until the block has ended.
+
+    Starting a process runs hooks whose exceptions Python swallows: an interrupt that is raised in
+    one of them is lost, and whoever pressed Ctrl-C waits for ever.
+    """
+    _Interrupts.depth += 1
+    try:
+        yield
+    finally:
+        _Interrupts.depth -= 1
+    if _Interrupts.pending and not _Interrupts.depth:
+        _Interrupts.pending = False
+        raise KeyboardInterrupt
 
 
 def _die_with_parent() -> None:
@@ -74,21 +103,33 @@ class Child:
         """
         self.name = name
         self._log = log
-        with log.open("ab") as errors:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env={**os.environ, **(environment or {})},
-                start_new_session=True,
-                # Only a system call between fork and exec: safe beside other threads.
-                preexec_fn=_die_with_parent,  # noqa: PLW1509
-            )
-        assert self._process.stdout is not None
         self._lines: queue.Queue[str | None] = queue.Queue()
+        try:
+            with log.open("ab") as errors, uninterrupted():
+                self._start(command, errors, {**os.environ, **(environment or {})})
+        except KeyboardInterrupt:
+            self.stop(timeout_s=_STOP_SECONDS)
+            raise
+
+    def _start(
+        self, command: Sequence[str], errors: IO[bytes], environment: Mapping[str, str]
+    ) -> None:
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
+            # Only a system call between fork and exec: safe beside other threads.
+            preexec_fn=_die_with_parent,  # noqa: PLW1509
+        )
+        assert self._process.stdout is not None
         self._reader = threading.Thread(
-            target=self._read, args=(self._process.stdout,), name=f"{name} output", daemon=True
+            target=self._read,
+            args=(self._process.stdout,),
+            name=f"{self.name} output",
+            daemon=True,
         )
         self._reader.start()
 
@@ -192,7 +233,7 @@ class ChildDaemon:
         try:
             line = self._child.line(timeout_s=30)
         except BaseException:
-            self._child.kill()
+            self._child.stop(timeout_s=_STOP_SECONDS)
             raise
         self.start_seconds = time.monotonic() - begin
         if not line.startswith("kvstore ready "):

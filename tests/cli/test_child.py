@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvstore.cli.child import Child, ChildDaemon, ChildError, interruptible
+from kvstore.cli.child import Child, ChildDaemon, ChildError, interruptible, uninterrupted
 
 ECHO = """
 import json, sys
@@ -120,6 +121,41 @@ def test_sigterm_unwinds_like_ctrl_c() -> None:
     with pytest.raises(KeyboardInterrupt), interruptible():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ctrl_c_while_a_process_starts_is_not_lost() -> None:
+    """Raised inside a fork hook it would be swallowed, and the demo would run on."""
+    reached = []
+
+    def start() -> None:
+        with interruptible(), uninterrupted():
+            with uninterrupted():
+                signal.raise_signal(signal.SIGINT)
+            reached.append("still starting")
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert reached == ["still starting"]
+    with interruptible(), uninterrupted():
+        pass  # nothing is left over from before
+
+
+def test_ctrl_c_while_a_child_starts_ends_the_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def interrupted_popen(*arguments: object, **options: object) -> object:
+        process = popen(*arguments, **options)
+        started.append(os.pidfd_open(process.pid))
+        signal.raise_signal(signal.SIGINT)
+        return process
+
+    popen: Any = subprocess.Popen
+    monkeypatch.setattr("kvstore.cli.child.subprocess.Popen", interrupted_popen)
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        child(tmp_path / "log")
+    assert _ended(started[0])
 
 
 def test_a_daemon_that_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,12 +118,16 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert demo.stdout is not None
-    for line in demo.stdout:
-        if "starting engine 1" in line:
-            break
-    demo.send_signal(signal.SIGINT)
-    _, errors = demo.communicate(timeout=60)
+    try:
+        assert demo.stdout is not None
+        for line in demo.stdout:
+            if "starting engine 1" in line:
+                break
+        demo.send_signal(signal.SIGINT)
+        _, errors = demo.communicate(timeout=60)
+    finally:
+        demo.kill()
+        demo.communicate()
     assert demo.returncode == 130
     assert "Traceback" not in errors
     assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -47,6 +48,7 @@ class Daemon:
         self.tcp = f"127.0.0.1:{_free_port()}"
         self.log = directory / "daemon.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._pools: set[Path] = set()
 
     @property
     def pid(self) -> int:
@@ -70,6 +72,11 @@ class Daemon:
         if not line.startswith("kvstore ready "):
             self.kill()
             pytest.fail(f"the daemon said {line!r}; its log:\n{self.log.read_text()}")
+        for fd in Path(f"/proc/{self.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if fd.readlink().name == "control":
+                    self._pools.add(fd.readlink().parent)
+        assert self._pools
         return self
 
     def stop(self) -> int:
@@ -84,6 +91,12 @@ class Daemon:
             self._process.kill()
         if self._process is not None:
             self._wait()
+
+    def end(self) -> None:
+        """Kill it and remove the memory that only its own next run would have removed."""
+        self.kill()
+        for pool in self._pools:
+            shutil.rmtree(pool, ignore_errors=True)
 
     def _wait(self) -> int:
         assert self._process is not None
@@ -118,8 +131,7 @@ def start_daemon(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
 
     yield start
     for daemon in started:
-        with contextlib.suppress(ProcessLookupError):
-            daemon.kill()
+        daemon.end()
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def shared_daemon(
     """One daemon for a whole suite: the chains of its tests do not meet."""
     daemon = new_daemon(tmp_path_factory.mktemp("d"), "--host-pool", "256MiB").start()
     yield daemon
-    daemon.kill()
+    daemon.end()
 
 
 class ClientConformance(StoreConformance):

@@ -160,20 +160,20 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """Forget the request. Its blocks are never held back for us."""
-        self._finished(request)
+        self._finished(request, block_ids)
         return False, None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
         """The same, for several KV-cache groups."""
-        self._finished(request)
+        self._finished(request, block_ids[0] if block_ids else [])
         return False, None
 
     @guarded(_nothing)
-    def _finished(self, request: Any) -> None:
+    def _finished(self, request: Any, table: list[int]) -> None:
         if self._scheduler is not None:
-            self._scheduler.finished(request)
+            self._scheduler.finished(request, table)
 
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:

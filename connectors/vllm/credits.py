@@ -21,6 +21,8 @@ from kvstore.keys import Keys
 
 __all__ = ["Credits", "Taken"]
 
+# The daemon answers with the first slots that come free.
+_RESERVE_SECONDS: Final = 0.5
 _FIRST_PAUSE_SECONDS: Final = 0.02
 _LONGEST_PAUSE_SECONDS: Final = 1.0
 
@@ -114,7 +116,9 @@ class Credits:
         missing = wanted - self.available
         if missing <= 0 or self._asked is not None or self._clock() < self._not_before:
             return
-        self._asked = self._space.reserve(missing, writers=self.writers, protect=protect())
+        self._asked = self._space.reserve(
+            missing, writers=self.writers, deadline_s=_RESERVE_SECONDS, protect=protect()
+        )
 
     def wait(self, seconds: float) -> None:
         """Wait for the open question, if there is one."""

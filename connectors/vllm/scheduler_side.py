@@ -246,6 +246,8 @@ class SchedulerSide:
         if track is not None:
             # Preempted later, it may ask again at once: what it computes is stored.
             track.missed_at = None
+            # Of the blocks that it has now, nothing is computed.
+            track.extent = 0
         if tokens <= 0:
             if track is not None:
                 if request.request_id not in self._loads:
@@ -298,6 +300,9 @@ class SchedulerSide:
         meta = StepMeta(self._step, self._pending, handed_out=None)
         self._pending = []
         self._fill(meta, output)
+        if meta.handed_out is None:
+            # Who owns which block is not known any more: nothing can be stored safely.
+            self._plan.stop()
         return meta
 
     @guarded(lambda: None)
@@ -310,6 +315,8 @@ class SchedulerSide:
             )
             for view in self._views.all():
                 self._plan.top_up(view, self._tracks.values(), self._roster.writers)
+                if not self._tracks:
+                    self._plan.give_back(view)
 
     def output(self, output: Any) -> None:
         """Take in what the workers have finished."""
@@ -354,12 +361,19 @@ class SchedulerSide:
         self._usage.load_failed(track)
         log_once(logging.WARNING, "a load failed; its request is computed instead")
 
-    def finished(self, request: Any) -> None:
-        """Forget a request. A load of it that is under way stays known until it ends."""
+    def finished(self, request: Any, table: list[int]) -> None:
+        """Forget a request. A load of it that is under way stays known until it ends.
+
+        Args:
+            request: vLLM's.
+            table: its engine blocks.
+        """
         track = self._tracks.pop(request.request_id, None)
         if track is None:
             return
         track.let_go()
+        if self.settings.store:
+            self._plan.ended(track, table)
         if not self._tracks:
             for view in self._views.all():
                 self._plan.give_back(view)
@@ -372,6 +386,7 @@ class SchedulerSide:
         """
         self._view_id = f"{time.time_ns():x}-{id(self):x}"
         self._views.clear()
+        self._plan.forget_late()
         for track in self._tracks.values():
             track.let_go()
             track.view = None
@@ -380,6 +395,9 @@ class SchedulerSide:
 
     def pending(self) -> bool:
         """Return whether the engine must keep stepping for work under way."""
+        if not self._views.all() and self._roster.complete and root_seed():
+            # The engine is up and idle: have the space open when the first request comes.
+            self._views.get("")
         return bool(self._loads or self._pending) or self._plan.pending()
 
     def close(self) -> None:

@@ -2,7 +2,8 @@
 
 A block is stored in the step that fills it (chunked prefill, decode), or in a later one when no
 empty slot was there; a request's `stored` says how far it has come. It is skipped when this
-engine is storing or has stored its key already.
+engine is storing or has stored its key already. Blocks of a request that ended before they could
+be stored keep their bytes until they get a new owner: until then they are stored late.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ __all__ = ["StorePlan"]
 
 # After that long a store no longer keeps an idle engine stepping.
 _PENDING_SECONDS: Final = 5.0
+# So long an idle engine keeps stepping for blocks that wait for a slot.
+_LATE_SECONDS: Final = 1.0
+_MOST_LATE: Final = 32
 # Longer than a worker waits for the daemon.
 _FORGOTTEN_SECONDS: Final = 60.0
 _MOST_PROTECTED: Final = 1024
@@ -53,11 +57,26 @@ class _Draft:
     """Blocks of one view to store in this step."""
 
     view: View
+    room: int
     requests: list[str] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     parents: list[bytes] = field(default_factory=list)
     blocks: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Late:
+    """Blocks of a request that has ended, from `at` up to `full`."""
+
+    view: View
+    run: int
+    request_id: str
+    keys: Keys
+    table: list[int]
+    at: int
+    full: int
+    began: float
 
 
 class StorePlan:
@@ -76,17 +95,20 @@ class StorePlan:
         self._clock = clock
         self._jobs: dict[int, _Job] = {}
         self._ids = itertools.count(1)
-        self._computed: dict[str, int] = {}
+        self._late: list[_Late] = []
         self._fresh = False
+        self._stopped = False
 
     def follow(self, output: Any, tracks: dict[str, Track], loads: list[Load]) -> NDArray[np.int32]:
         """Follow where requests' blocks are; return those with new owners in this step."""
         size = self._engine.engine_block_tokens
         own_tables = getattr(output, "kv_connector_block_state", None) is None
-        computed = self._computed = {}
+        scheduled = output.num_scheduled_tokens
         handed: list[int] = []
         for new in output.scheduled_new_reqs:
-            computed[new.req_id] = new.num_computed_tokens
+            if new.req_id in tracks:
+                extent = new.num_computed_tokens + scheduled.get(new.req_id, 0)
+                tracks[new.req_id].extent = extent
             handed += new.block_ids[0][new.num_computed_tokens // size :]
             if own_tables and new.req_id in tracks:
                 tracks[new.req_id].table = list(new.block_ids[0])
@@ -95,7 +117,8 @@ class StorePlan:
         for request_id, tokens, blocks in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
-            computed[request_id] = tokens
+            if request_id in tracks:
+                tracks[request_id].extent = tokens + scheduled.get(request_id, 0)
             if not blocks:
                 continue
             again = request_id in resumed
@@ -107,7 +130,22 @@ class StorePlan:
                 table += blocks[0]
         if not handed and not loads:
             return NO_BLOCKS
-        return np.concatenate([np.array(handed, np.int32), *(load.blocks for load in loads)])
+        given: NDArray[np.int32] = np.concatenate(
+            [np.array(handed, np.int32), *(load.blocks for load in loads)]
+        )
+        if self._late:
+            self._cut_late(set(given.tolist()))
+        return given
+
+    def _cut_late(self, given: set[int]) -> None:
+        """Forget what gets a new owner, and what comes after it."""
+        per_block = self._engine.group_blocks
+        for late in self._late:
+            for at in range(late.at, late.full):
+                if not given.isdisjoint(late.table[at * per_block : (at + 1) * per_block]):
+                    late.full = at
+                    break
+        self._late = [late for late in self._late if late.at < late.full]
 
     def stores(
         self,
@@ -128,17 +166,18 @@ class StorePlan:
         """
         self._fresh = False
         self._expire()
+        if self._stopped:
+            return []
         size = self._engine.engine_block_tokens
         per_block, block_tokens = self._engine.group_blocks, self._engine.block_tokens
         drafts: dict[int, _Draft] = {}
-        room: dict[int, int] = {}
-        for request_id, tokens in output.num_scheduled_tokens.items():
+        for request_id in output.num_scheduled_tokens:
             track = tracks.get(request_id)
             if track is None or not track.stores:
                 continue
             # Tokens that are only drafted, or not known yet, have no hash.
             full = min(
-                (self._computed.get(request_id, 0) + tokens) // block_tokens,
+                track.extent // block_tokens,
                 len(track.request.block_hashes) // per_block,
             )
             if full <= track.stored:
@@ -146,19 +185,21 @@ class StorePlan:
             view = view_of(track)
             if view is None:
                 continue
-            draft = drafts.setdefault(id(view), _Draft(view))
-            if id(view) not in room:
-                credits = view.refresh_credits(writers)
-                if credits is not None:
-                    credits.poll()
-                    if not credits.available:
-                        credits.wait(patience_seconds)
-                        patience_seconds = 0.0
-                room[id(view)] = credits.available if credits is not None else 0
             table = self._table(output, track)
             if table is None or len(table) * size < full * block_tokens:
                 continue
-            room[id(view)] -= self._draft(draft, track, full, table, room[id(view)])
+            draft = self._open_draft(drafts, view, writers, patience_seconds)
+            keys = track.keys(per_block)
+            track.stored = self._draft(draft, request_id, keys, table, track.stored, full)
+        for late in self._late:
+            if late.view.run == late.run:
+                draft = self._open_draft(drafts, late.view, writers, 0.0)
+                late.at = self._draft(
+                    draft, late.request_id, late.keys, late.table, late.at, late.full
+                )
+            else:
+                late.at = late.full
+        self._late = [late for late in self._late if late.at < late.full]
         return [store for d in drafts.values() if (store := self._store(d)) is not None]
 
     @staticmethod
@@ -169,28 +210,79 @@ class StorePlan:
         tables = state.get_block_ids(track.request.request_id)
         return tables[0] if tables else None
 
-    def _draft(self, draft: _Draft, track: Track, full: int, table: list[int], room: int) -> int:
-        """Add a request's blocks up to `full`; return how many slots they take."""
-        per_block = self._engine.group_blocks
-        keys = track.keys(per_block)
-        stored, taken = draft.view.stored, 0
-        while track.stored < full:
-            at = track.stored
+    @staticmethod
+    def _open_draft(
+        drafts: dict[int, _Draft], view: View, writers: list[WorkerInfo], patience_seconds: float
+    ) -> _Draft:
+        draft = drafts.get(id(view))
+        if draft is None:
+            credits = view.refresh_credits(writers)
+            if credits is not None:
+                credits.poll()
+                if not credits.available:
+                    credits.wait(patience_seconds)
+            room = credits.available if credits is not None else 0
+            draft = drafts[id(view)] = _Draft(view, room)
+        return draft
+
+    def _draft(
+        self, draft: _Draft, request_id: str, keys: Keys, table: list[int], at: int, full: int
+    ) -> int:
+        """Add a request's blocks from `at` up to `full`; return how far the slots went."""
+        per_block, stored = self._engine.group_blocks, draft.view.stored
+        while at < full:
             key = keys[at]
             if key not in stored:
                 blocks = table[at * per_block : (at + 1) * per_block]
                 # Block 0 stands for "given back": its bytes are not this request's.
-                if taken == room or 0 in blocks:
+                if len(draft.keys) == draft.room or 0 in blocks:
                     break
-                taken += 1
                 stored.begin(key)
-                draft.requests.append(track.request.request_id)
+                draft.requests.append(request_id)
                 draft.indices.append(at)
                 draft.keys.append(key)
                 draft.parents.append(keys[at - 1] if at else bytes(len(key)))
                 draft.blocks.append(blocks)
-            track.stored += 1
-        return taken
+            at += 1
+        return at
+
+    def ended(self, track: Track, table: list[int]) -> None:
+        """A request has ended; what is not stored yet may be stored late.
+
+        Args:
+            track: of the request.
+            table: its engine blocks; they are free from now on.
+        """
+        per_block, size = self._engine.group_blocks, self._engine.engine_block_tokens
+        # The last token's own KV is not computed; what is there may be a rejected draft's.
+        tokens = min(track.extent, int(track.request.num_tokens) - 1, len(table) * size)
+        keys = track.keys(per_block)
+        full = min(tokens // self._engine.block_tokens, len(keys))
+        view = track.view
+        if view is None or not track.stores or not track.stored < full:
+            return
+        self._late.append(
+            _Late(
+                view,
+                track.run,
+                track.request.request_id,
+                keys,
+                list(table),
+                track.stored,
+                full,
+                self._clock(),
+            )
+        )
+        del self._late[:-_MOST_LATE]
+
+    def stop(self) -> None:
+        """Store nothing more, ever."""
+        self._stopped = True
+        self._late.clear()
+
+    def forget_late(self) -> None:
+        """Store nothing more of requests that have ended."""
+        self._late.clear()
 
     def _store(self, draft: _Draft) -> Store | None:
         credits = draft.view.credits
@@ -265,7 +357,8 @@ class StorePlan:
         if credits.available >= self._most(view):
             return
         mine = [track for track in tracks if track.view is view and track.stores]
-        wanted, most = 0, self._most(view)
+        wanted = sum(late.full - late.at for late in self._late if late.view is view)
+        most = self._most(view)
         for track in mine:
             full = len(track.request.block_hashes) // self._engine.group_blocks
             # One more for what it generates.
@@ -291,12 +384,14 @@ class StorePlan:
     def give_back(self, view: View) -> None:
         """No request is left: give back slots but a few for the next one's first step."""
         credits: Credits | None = view.credits
-        if credits is not None:
+        if credits is not None and not self._late:
             credits.give_back(self._settings.idle_credit_bytes // view.spec.block_bytes)
 
     def pending(self) -> bool:
         """Return whether stores are under way that have not begun too long ago."""
         if self._fresh and self._engine.delayed_stores:
+            return True
+        if self._late and self._clock() - self._late[-1].began < _LATE_SECONDS:
             return True
         newest = next(reversed(self._jobs.values()), None)
         return newest is not None and self._clock() - newest.began < _PENDING_SECONDS

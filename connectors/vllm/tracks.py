@@ -57,6 +57,7 @@ class Track:
         view: that `stored`, `asked` and `lease` refer to.
         run: of the view.
         stored: leading stored blocks that need no storing.
+        extent: tokens whose KV is computed after the last step that was scheduled.
         stores: whether its blocks may be stored.
         loads: whether it may be answered a hit; not again after a load of it failed.
         healed: whether storing has begun anew once already.
@@ -77,6 +78,7 @@ class Track:
     view: View | None = None
     run: int = -1
     stored: int = 0
+    extent: int = 0
     stores: bool = True
     loads: bool = True
     healed: bool = False

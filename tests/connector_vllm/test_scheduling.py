@@ -89,6 +89,49 @@ def test_the_last_chunk_of_an_idle_engine_is_stored(daemon: FakeDaemon) -> None:
     engine.close()
 
 
+def test_a_request_that_ends_before_a_slot_is_there_is_stored_late(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon)
+    daemon.hold = True
+    engine.run(engine.add(prompt(4 * B), 1), steps=300)
+    assert not daemon.commits
+    daemon.let_go()
+    engine.run(engine.add([9], 2))  # something that makes the idle engine step
+    engine.settle()
+    assert len(daemon.blocks) == 4
+    engine.run(engine.add(prompt(4 * B), 1))
+    assert engine.loaded_tokens == 4 * B
+    engine.close()
+
+
+def test_late_blocks_with_a_new_owner_are_not_stored(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon, blocks=2 * 6 + 2)
+    daemon.hold = True
+    first = prompt(4 * B)
+    engine.run(engine.add(first, 1), steps=300)
+    other = engine.add(prompt(4 * B, 1), 1)  # takes the four blocks left, and four of the first's
+    engine.run(other, steps=300)
+    daemon.let_go()
+    engine.run(engine.add([9], 2))
+    engine.settle()
+    assert 0 < len(daemon.blocks) < 8
+    for tokens in (first, prompt(4 * B, 1)):
+        engine.run(engine.add(tokens, 1))  # whatever is loaded is right
+    engine.close()
+
+
+def test_when_planning_fails_nothing_more_is_stored(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = MiniEngine(daemon)
+    monkeypatch.setattr(engine.scheduler._plan, "follow", lambda *_: 1 / 0)
+    engine.run(engine.add(prompt(4 * B), 1))
+    monkeypatch.undo()
+    assert guard.failures.pop("_fill") > 0
+    engine.run(engine.add(prompt(4 * B), 1))
+    assert not daemon.commits
+    engine.close()
+
+
 def test_stores_wait_for_the_draft_pass(daemon: FakeDaemon) -> None:
     engine = MiniEngine(daemon, delayed_stores=True)
     engine.run(engine.add(prompt(4 * B), 1))
@@ -489,9 +532,14 @@ def test_any_mixture_keeps_every_byte_right(seed: int) -> None:
             daemon.boot()
         elif act < 0.38:
             daemon.faults ^= {"generation"}
+        elif act < 0.40:
+            daemon.hold = True
+        elif act < 0.44:
+            daemon.let_go()
         else:
             engine.step()
     daemon.faults.clear()
+    daemon.let_go()
     for engine in engines:
         engine.run()
         assert sorted(engine.free) == list(range(1, engine.blocks))

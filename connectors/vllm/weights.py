@@ -51,7 +51,10 @@ def _checkpoint(model: str, revision: str | None) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return None
-    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except ValueError:  # not the name of a repository
+        return None
     return Path(found).parent if isinstance(found, str | os.PathLike) else None
 
 

@@ -1,0 +1,275 @@
+"""Which engines share blocks: any difference that matters is another space."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_store import SLOT
+
+from kvstore.connectors.vllm import space as spaces
+from kvstore.connectors.vllm.metadata import Load, StepMeta, Store, WorkerInfo, WorkerReport
+from kvstore.connectors.vllm.roster import Roster
+from kvstore.connectors.vllm.settings import Settings
+from kvstore.connectors.vllm.space import EngineShape, describe_engine, space_spec
+from kvstore.connectors.vllm.weights import adapter_identity
+from kvstore.errors import ConfigError
+
+
+class FullAttentionSpec:
+    """Named like vLLM's: the connector tells kinds by the names of classes."""
+
+    block_size = 32
+    num_kv_heads = 1
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class SlidingWindowSpec:
+    block_size = 32
+
+
+class HfConfig:
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.fields
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(range(256)) * 2000)
+    return tmp_path / "model"
+
+
+def config(
+    checkpoint: Path,
+    *,
+    kv_heads: int = 1,
+    mla: bool = False,
+    hf: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Any:
+    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, **fields}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        cache_config=SimpleNamespace(
+            block_size=32,
+            cache_dtype=fields.get("cache_dtype", "auto"),
+            prefix_caching_hash_algo="sha256_cbor",
+            enable_prefix_caching=True,
+            calculate_kv_scales=fields.get("scales", False),
+        ),
+        model_config=SimpleNamespace(
+            model=str(checkpoint),
+            dtype="torch.bfloat16",
+            use_mla=mla,
+            hf_config=HfConfig(**(hf or {"rope_theta": 1})),
+            get_total_num_kv_heads=lambda: kv_heads,
+        ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=None,
+    )
+
+
+def cache(*specs: Any) -> Any:
+    groups = [SimpleNamespace(kv_cache_spec=s) for s in specs or (FullAttentionSpec(),)]
+    return SimpleNamespace(kv_cache_groups=groups, num_blocks=7)
+
+
+def shape(checkpoint: Path, *, settings: Settings | None = None, **fields: Any) -> EngineShape:
+    return describe_engine(config(checkpoint, **fields), cache(), settings or Settings())
+
+
+def name(engine: EngineShape, **fields: Any) -> bytes:
+    settings = fields.pop("settings", Settings())
+    chosen: dict[str, Any] = {"layout": "l", "shard_bytes": (4096,), "seed": "ab" * 32}
+    return space_spec(engine, settings, **(chosen | fields)).fingerprint
+
+
+def test_any_difference_is_another_space(checkpoint: Path) -> None:
+    base = shape(checkpoint)
+    assert not base.refusal
+    names = [
+        name(base),
+        name(shape(checkpoint, hf={"rope_theta": 2})),
+        name(shape(checkpoint, cache_dtype="fp8")),
+        name(shape(checkpoint, settings=Settings(block_tokens=64))),
+        name(shape(checkpoint, settings=Settings(weights_version="v2"))),
+        name(shape(checkpoint, settings=Settings(model="other"))),
+        name(shape(checkpoint, tensor_parallel_size=2)),
+        name(base, layout="m"),
+        name(base, shard_bytes=(8192,)),
+        name(base, seed="cd" * 32),
+        name(base, view="1"),
+        name(base, adapter="lora a"),
+        name(base, settings=Settings(tenant="t")),
+        name(base, settings=Settings(tenant="t"), view="1"),
+    ]
+    assert len(set(names)) == len(names)
+    assert name(shape(checkpoint)) == names[0]
+
+
+def test_weights_changed_in_place_are_another_space(checkpoint: Path) -> None:
+    before = name(shape(checkpoint))
+    weights = checkpoint / "model.safetensors"
+    changed = bytearray(weights.read_bytes())
+    for at in range(0, len(changed), 1000):
+        changed[at] ^= 1
+    weights.write_bytes(changed)
+    assert name(shape(checkpoint)) != before
+
+
+def test_the_same_weights_elsewhere_are_the_same_space(checkpoint: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere" / "model"
+    copy.mkdir(parents=True)
+    (copy / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes())
+    assert name(shape(copy)) == name(shape(checkpoint))
+
+
+def test_weights_that_cannot_be_found_must_be_named(tmp_path: Path) -> None:
+    missing = tmp_path / "org" / "not-here"
+    assert "weights_version" in shape(missing).refusal
+    assert not shape(missing, settings=Settings(weights_version="v1")).refusal
+
+
+def test_adapters_of_one_name_are_told_apart_by_their_files(tmp_path: Path) -> None:
+    made = []
+    for i in range(2):
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / str(i) / "adapter_model.safetensors").write_bytes(bytes([i]) * 999)
+        request = SimpleNamespace(lora_name="a", lora_path=str(tmp_path / str(i)))
+        made.append(adapter_identity(request))
+    assert made[0] != made[1]
+    assert adapter_identity(None) == ""
+
+
+@pytest.mark.parametrize(
+    ("specs", "fields", "why"),
+    [
+        ((FullAttentionSpec(), SlidingWindowSpec()), {}, "2 KV-cache groups"),
+        ((SlidingWindowSpec(),), {}, "SlidingWindowSpec"),
+        ((), {"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
+        ((), {"scales": True}, "calculate_kv_scales"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    checkpoint: Path, specs: tuple[Any, ...], fields: dict[str, Any], why: str
+) -> None:
+    found = describe_engine(config(checkpoint, **fields), cache(*specs), Settings())
+    assert why in found.refusal
+
+
+def test_hash_units_other_than_blocks_are_refused(checkpoint: Path) -> None:
+    odd = cache()
+    odd.hash_block_size = 16
+    assert "hashes" in describe_engine(config(checkpoint), odd, Settings()).refusal
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "mla", "shards", "writers"),
+    [
+        (1, 8, False, 1, [0]),
+        (4, 8, False, 4, [0, 1, 2, 3]),
+        (4, 2, False, 2, [0, 2]),
+        (4, 1, True, 1, [0]),
+    ],
+)
+def test_replicas_store_once(
+    checkpoint: Path, ranks: int, heads: int, mla: bool, shards: int, writers: list[int]
+) -> None:
+    engine = shape(checkpoint, tensor_parallel_size=ranks, kv_heads=heads, mla=mla)
+    assert engine.shards == shards
+    assert [r for r in range(ranks) if engine.writes(r)] == writers
+    assert {engine.shard(0, r) for r in range(ranks)} == set(range(shards))
+
+
+def test_pipeline_stages_are_shards_of_one_block(checkpoint: Path) -> None:
+    engine = shape(checkpoint, tensor_parallel_size=2, pipeline_parallel_size=2, kv_heads=8)
+    assert engine.shards == 4
+    roster = Roster(engine)
+    infos = [
+        WorkerInfo(2 * p + t, engine.shard(p, t), 4096 * (p + 1), f"stage {p}")
+        for p in range(2)
+        for t in range(2)
+    ]
+    roster.admit(infos)
+    assert roster.complete
+    assert roster.shard_bytes == (4096, 4096, 8192, 8192)
+    infos[3].shard_bytes += 1
+    roster.admit(infos)
+    assert not roster.complete
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (32, 1), (33, 2), (128, 4), (130, 5)])
+def test_stored_blocks_are_whole_engine_blocks(checkpoint: Path, tokens: int, blocks: int) -> None:
+    assert shape(checkpoint, settings=Settings(block_tokens=tokens)).group_blocks == blocks
+
+
+@pytest.mark.parametrize(
+    "extra", [{"tennant": "a"}, {"block_tokens": 0}, {"disk_wait_seconds": "soon"}]
+)
+def test_a_wrong_setting_is_named(extra: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(extra))):
+        Settings.parse(extra)
+
+
+def test_pickled_hashes_are_warned_about(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(spaces, "log_once", lambda level, text, *_: said.append(text))
+    odd = config(checkpoint)
+    for algorithm in ("sha256", "xxhash"):
+        odd.cache_config.prefix_caching_hash_algo = algorithm
+        describe_engine(odd, cache(), Settings())
+    assert len(said) == 2
+    assert all("sha256_cbor" in text for text in said)
+
+
+def test_keys_are_as_long_as_the_root(checkpoint: Path) -> None:
+    engine = shape(checkpoint)
+    chosen: dict[str, Any] = {"layout": "l", "shard_bytes": (4096,)}
+    assert space_spec(engine, Settings(), seed="ab" * 16, **chosen).key_bytes == 16
+    assert space_spec(engine, Settings(), seed="ab" * 32, **chosen).key_bytes == 32
+
+
+def test_metadata_survives_pickling_and_stays_small(checkpoint: Path) -> None:
+    count = 625
+    spec = space_spec(shape(checkpoint), Settings(), layout="l", shard_bytes=(1,), seed="ab" * 32)
+    slots, blocks = np.zeros(count, SLOT), np.arange(4 * count, dtype=np.int32)
+    meta = StepMeta(
+        3,
+        [Load("r", blocks, 1, slots, b"boot")],
+        [
+            Store(
+                1, spec, b"boot", 7, (8, 9), np.ones(count, np.uint64), slots,
+                blocks.reshape(count, 4), bytes(32 * count), bytes(32 * count),
+            )
+        ],
+        blocks,
+    )  # fmt: skip
+    data = pickle.dumps(meta)
+    assert len(data) < 130 * count
+    again = pickle.loads(data)
+    assert again.stores[0].spec == spec
+    assert (again.loads[0].blocks == blocks).all()
+    assert (again.handed_out == blocks).all()
+    assert again.stores[0].blocks.shape == (count, 4)
+    assert json.dumps(again.loads[0].request_id) == '"r"'
+
+
+def test_reports_of_ranks_add_up() -> None:
+    one = WorkerReport({1: [b"\1"]}, [], 10, 1)
+    two = WorkerReport({1: [b"\2"], 2: [b"\1"]}, [WorkerInfo(1, 1, 1, "l")], 5, 2)
+    both = pickle.loads(pickle.dumps(one)).aggregate(two)
+    assert both.stored == {1: [b"\1", b"\2"], 2: [b"\1"]}
+    assert (len(both.infos), both.loaded_bytes, both.stored_bytes) == (1, 15, 3)

@@ -171,7 +171,7 @@ class AsyncClient:
         *,
         name: str = "",
         timeout_s: float = 5.0,
-        map_memory: bool = True,
+        map_memory: bool | None = None,
     ) -> None:
         """Prepare a client; see `kvstore.Client`.
 

@@ -276,7 +276,7 @@ class Client:
         name: str = "",
         timeout_s: float = 5.0,
         shards: Sequence[int] = (),
-        map_memory: bool = True,
+        map_memory: bool | None = None,
     ) -> None:
         """Prepare a client.
 
@@ -285,8 +285,9 @@ class Client:
             name: for the daemon's logs and statistics.
             timeout_s: for calls that do not wait on purpose.
             shards: shards that this process copies; empty: all.
-            map_memory: copy to and from the pool directly where that is possible; False: always
-                stream.
+            map_memory: copy to and from the pool directly where that is possible (True), or
+                always stream (False); None: directly over a Unix socket, streamed over TCP, where
+                the daemon may be another machine's or user's.
 
         Raises:
             InvalidRequest: the address is none.
@@ -294,6 +295,8 @@ class Client:
         arm_from_environment()
         self.timeout_s = timeout_s
         self.link = Link(parse_address(address) if address else default_address())
+        if map_memory is None:
+            map_memory = self.link.address.local
         self._attachment = Attachment(
             self.link,
             name=client_name(name),

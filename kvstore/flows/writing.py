@@ -32,8 +32,10 @@ class Writing(FlowsBase):
         """Store the blocks that are not present; return the leading run present afterwards."""
         deadline = Deadline(timeout_s)
         for last_try in (False, True):
-            hit = yield from self.lookup(keys)
-            present = hit.blocks
+            found = yield from self._present(keys)
+            if found is None:
+                return 0
+            present = found
             if present == len(keys):
                 return present
             if not (yield from self._mapped(deadline)):
@@ -50,6 +52,18 @@ class Writing(FlowsBase):
             return done
         hit = yield from self.lookup(keys)
         return hit.blocks
+
+    def _present(self, keys: Keys) -> Flow[int | None]:
+        """Return the leading run that is there already; None when what it hangs on is not.
+
+        Asked before slots are reserved: making room for blocks that cannot be committed would
+        evict others for nothing.
+        """
+        if keys.parent is None:
+            return (yield from self.lookup(keys)).blocks
+        chain = Keys(keys.parent + keys.packed, keys.key_bytes)
+        hit = yield from self.lookup(chain)
+        return hit.blocks - 1 if hit.blocks else None
 
     def _stored(self, blocks: int) -> None:
         self._attachment.usage.add(self._space.ref, stored_bytes=max(0, blocks) * self._block_bytes)

@@ -64,7 +64,8 @@ def test_grpc_reaches_a_socket_with_odd_characters_in_its_path(tmp_path: Path) -
         listener.listen()
         listener.settimeout(5)
         with grpc.insecure_channel(Address(path=str(path)).target) as channel:
-            connecting = grpc.channel_ready_future(channel)
+            # Not channel_ready_future: its thread may still poll the channel when that closes.
+            connecting = channel.unary_unary("/any/Call").future(b"")
             listener.accept()[0].close()
             connecting.cancel()
 

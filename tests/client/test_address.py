@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -65,7 +66,8 @@ def test_grpc_reaches_a_socket_with_odd_characters_in_its_path(tmp_path: Path) -
         listener.settimeout(5)
         with grpc.insecure_channel(Address(path=str(path)).target) as channel:
             # Not channel_ready_future: its thread may still poll the channel when that closes.
-            connecting = channel.unary_unary("/any/Call").future(b"")
+            call: Any = channel.unary_unary("/any/Call", bytes, bytes)
+            connecting = call.future(b"")
             listener.accept()[0].close()
             connecting.cancel()
 

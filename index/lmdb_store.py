@@ -41,6 +41,7 @@ that returns other bytes to LMDB than it returned to the seal's reader a moment 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import time
 from dataclasses import dataclass
@@ -279,7 +280,12 @@ class MetaStore:
     def stores(self) -> list[bytes]:
         """Return the ids of the disk stores that something was ever committed for."""
         prefix = records.BLOCKS
-        return [n.removeprefix(prefix) for n in self._env.names() if n.startswith(prefix)]
+        found: list[bytes] = []
+        for name in self._env.names():
+            if name.startswith(prefix):
+                with contextlib.suppress(ValueError):
+                    found.append(bytes.fromhex(name.removeprefix(prefix).decode()))
+        return found
 
     def clear_store(self, store_id: bytes) -> None:
         """Forget every block of a disk store, durably. Idempotent.
@@ -287,7 +293,7 @@ class MetaStore:
         Raises:
             StoreDamaged: nothing changed.
         """
-        self._env.clear(records.BLOCKS + store_id)
+        self._env.clear(records.blocks_database(store_id))
 
     def load_blocks(self, store_id: bytes) -> LoadResult:
         """Return every intact record of a disk store, of all epochs.
@@ -299,7 +305,7 @@ class MetaStore:
         found: list[BlockRecord] = []
         path, decode, damaged = str(self._directory), records.decode_block, 0
         with self._env.use():
-            for space_id, key, value in self._records(records.BLOCKS + store_id):
+            for space_id, key, value in self._records(records.blocks_database(store_id)):
                 try:
                     found.append(decode(space_id, key, value, path))
                 except records.DamagedRecord:
@@ -336,7 +342,7 @@ class MetaStore:
                 for key, value in items:
                     txn.put(key, value)
 
-            self._env.write(records.BLOCKS + store_id, commit)
+            self._env.write(records.blocks_database(store_id), commit)
 
     def _prepare(self, new: bool, lost: bool, no_epochs: bool) -> None:
         """Check the format, read the spaces, bring both copies of the epochs together."""

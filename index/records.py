@@ -25,7 +25,7 @@ is never taken for an unknown version.
 A space's checksum covers its number (4 bytes, big endian) in the key's place.
 
 Databases: "meta" (key "format": uint32 `FORMAT_VERSION` ‖ uint64 XXH3-64 of it), "spaces", "pins",
-and "blocks:<store id>" for each disk store.
+and "blocks:<store id, hex>" for each disk store.
 
 Don't forget to bump `RECORD_VERSION` when a field changes, `FORMAT_VERSION` when databases or keys
 do, and to add a golden file.
@@ -55,6 +55,7 @@ __all__ = [
     "DamagedRecord",
     "PinRecord",
     "SpaceRecord",
+    "blocks_database",
     "check_format",
     "decode_block",
     "decode_pin",
@@ -151,6 +152,14 @@ class PinRecord:
     space_id: bytes
     key: bytes
     expires_unix: float
+
+
+def blocks_database(store_id: bytes) -> bytes:
+    """Return the name of a disk store's database.
+
+    In hexadecimal: LMDB takes a name up to its first zero byte, and one id in sixteen has one.
+    """
+    return BLOCKS + store_id.hex().encode()
 
 
 def is_database(name: bytes) -> bool:

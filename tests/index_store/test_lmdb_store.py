@@ -73,6 +73,22 @@ def test_spaces_pins_epochs_and_blocks_are_there_after_reopening(tmp_path: Path)
     store.close()
 
 
+@pytest.mark.parametrize("store_id", [b"\x00" * 16, b"ab\x00" + b"c" * 13, b"\xff" * 128])
+def test_the_blocks_of_a_store_are_found_again_whatever_its_id(
+    tmp_path: Path, store_id: bytes
+) -> None:
+    """One random id in sixteen has a zero byte, where LMDB ends a name."""
+    blocks = make_blocks(5)
+    store = MetaStore.open(tmp_path)
+    store.put_space(SPEC)
+    store.commit_blocks(store_id, blocks, [])
+    store.close()
+    store = MetaStore.open(tmp_path)
+    assert by_key(store.load_blocks(store_id).records) == by_key(blocks)
+    assert store.stores() == [store_id]
+    store.close()
+
+
 def test_a_block_that_moved_keeps_its_new_place(tmp_path: Path) -> None:
     store = MetaStore.open(tmp_path)
     space_id = store.put_space(SPEC).space_id

@@ -1,4 +1,4 @@
-"""The `Admin` service: statistics, flushing, draining."""
+"""The `Admin` service: statistics, flushing, draining, the doctor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from kvstore.errors import NotImplementedByServer
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc as rpc
 from kvstore.server.answers import answering, fail, streaming
+from kvstore.server.doctor import Doctor
 from kvstore.server.stats import space_infos, stats_message
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from grpc import aio
 
+    from kvstore.config import ServeConfig
     from kvstore.engine import Engine
 
     Context = aio.ServicerContext[Any, Any]
@@ -31,11 +33,12 @@ _MIN_INTERVAL_MS = 100
 class AdminService(rpc.AdminServicer):
     """Handlers; each translates, calls the engine, translates back."""
 
-    def __init__(self, engine: Engine, boot_id: bytes) -> None:
+    def __init__(self, engine: Engine, boot_id: bytes, config: ServeConfig) -> None:
         """Serve an engine that is started."""
         self.engine = engine
         self._boot_id = boot_id
         self._started = time.monotonic()
+        self._doctor = Doctor(config, engine)
 
     @answering
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
@@ -106,5 +109,5 @@ class AdminService(rpc.AdminServicer):
 
     @answering
     async def Doctor(self, request: pb.DoctorRequest, context: Context) -> pb.DoctorResponse:
-        """Not there yet."""
-        raise NotImplementedByServer("Doctor is not implemented by this daemon")
+        """Check the machine."""
+        return await self._doctor.examine()

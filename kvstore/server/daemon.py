@@ -198,7 +198,7 @@ async def _run(config: ServeConfig, store: MetaStore, pool: Path, boot_id: bytes
         server,
     )
     rpc.add_AdminServicer_to_server(  # type: ignore[no-untyped-call]
-        AdminService(engine, boot_id), server
+        AdminService(engine, boot_id, config), server
     )
     checker = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)

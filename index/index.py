@@ -50,6 +50,14 @@ class SpaceIndex:
         self.host_blocks = 0
         self.disk_blocks = 0
 
+    def has_parent(self, parent: bytes | None) -> bool:
+        """Return whether a block may be committed below `parent`; None starts a chain.
+
+        A parent whose other shards are still on their way counts: whether it is there in the end
+        is checked when the block is complete.
+        """
+        return parent is None or parent in self.blocks or parent in self.pending_keys
+
 
 class BlockIndex:
     """All spaces' blocks and the order in which they may leave each tier."""
@@ -80,7 +88,7 @@ class BlockIndex:
         )
         # Set whenever a disk copy becomes evictable: blocks refused for want of room may retry.
         self.disk_room_hint = False
-        # Blocks whose copy somebody uses now: they may leave later.
+        # References to copies that somebody uses now: they may leave later.
         self.host_held = self.disk_held = 0
 
     def host_queue(self, shape: BlockShape) -> EvictionQueue:
@@ -102,6 +110,16 @@ class BlockIndex:
         for block in reversed(run):
             sequence += 1
             block.sequence = sequence
+        self.sequence = sequence
+
+    def touch_ancestors(self, block: Block) -> None:
+        """Mark what a block hangs on as used after it, the head last."""
+        sequence = self.sequence
+        at = block.parent
+        while at is not None:
+            sequence += 1
+            at.sequence = sequence
+            at = at.parent
         self.sequence = sequence
 
     def insert(self, space: SpaceIndex, key: bytes, parent: Block | None) -> Block:
@@ -195,15 +213,14 @@ class BlockIndex:
 
     def hold_host(self, block: Block) -> None:
         """Keep the host copy where it is until `release_host`."""
-        if block.host_refs == 0:
-            self.host_held += 1
+        self.host_held += 1
         block.host_refs += 1
 
     def release_host(self, block: Block) -> None:
         """Undo one `hold_host`."""
+        self.host_held -= 1
         block.host_refs -= 1
         if block.host_refs == 0:
-            self.host_held -= 1
             if block.dead:
                 self._free_dead(block)
             else:
@@ -211,15 +228,14 @@ class BlockIndex:
 
     def hold_disk(self, block: Block) -> None:
         """Keep the disk copy where it is until `release_disk`."""
-        if block.disk_refs == 0:
-            self.disk_held += 1
+        self.disk_held += 1
         block.disk_refs += 1
 
     def release_disk(self, block: Block) -> None:
         """Undo one `hold_disk`."""
+        self.disk_held -= 1
         block.disk_refs -= 1
         if block.disk_refs == 0:
-            self.disk_held -= 1
             if block.dead:
                 self._free_dead(block)
             else:

@@ -27,3 +27,4 @@ class Shortage(IntEnum):
     NO_ROOM = 2
     CLIENT_CAP = 3
     DRAINING = 4
+    ORPHAN = 5

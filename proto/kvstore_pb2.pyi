@@ -487,7 +487,7 @@ class CancelPrefetchResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("attachment_id", "space", "grant_id", "count", "writers", "deadline_ms", "protect")
+    __slots__ = ("attachment_id", "space", "grant_id", "count", "writers", "deadline_ms", "protect", "keys", "parent")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     SPACE_FIELD_NUMBER: _ClassVar[int]
     GRANT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -495,6 +495,8 @@ class ReserveRequest(_message.Message):
     WRITERS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     PROTECT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
     attachment_id: int
     space: SpaceRef
     grant_id: int
@@ -502,10 +504,12 @@ class ReserveRequest(_message.Message):
     writers: _containers.RepeatedScalarFieldContainer[int]
     deadline_ms: int
     protect: bytes
-    def __init__(self, attachment_id: _Optional[int] = ..., space: _Optional[_Union[SpaceRef, _Mapping]] = ..., grant_id: _Optional[int] = ..., count: _Optional[int] = ..., writers: _Optional[_Iterable[int]] = ..., deadline_ms: _Optional[int] = ..., protect: _Optional[bytes] = ...) -> None: ...
+    keys: bytes
+    parent: bytes
+    def __init__(self, attachment_id: _Optional[int] = ..., space: _Optional[_Union[SpaceRef, _Mapping]] = ..., grant_id: _Optional[int] = ..., count: _Optional[int] = ..., writers: _Optional[_Iterable[int]] = ..., deadline_ms: _Optional[int] = ..., protect: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., parent: _Optional[bytes] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
-    __slots__ = ("slots", "shortage")
+    __slots__ = ("slots", "shortage", "present")
     class Shortage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[ReserveResponse.Shortage]
@@ -513,16 +517,20 @@ class ReserveResponse(_message.Message):
         NO_ROOM: _ClassVar[ReserveResponse.Shortage]
         CLIENT_CAP: _ClassVar[ReserveResponse.Shortage]
         DRAINING: _ClassVar[ReserveResponse.Shortage]
+        ORPHAN: _ClassVar[ReserveResponse.Shortage]
     NONE: ReserveResponse.Shortage
     BUSY: ReserveResponse.Shortage
     NO_ROOM: ReserveResponse.Shortage
     CLIENT_CAP: ReserveResponse.Shortage
     DRAINING: ReserveResponse.Shortage
+    ORPHAN: ReserveResponse.Shortage
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     SHORTAGE_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
     slots: bytes
     shortage: ReserveResponse.Shortage
-    def __init__(self, slots: _Optional[bytes] = ..., shortage: _Optional[_Union[ReserveResponse.Shortage, str]] = ...) -> None: ...
+    present: int
+    def __init__(self, slots: _Optional[bytes] = ..., shortage: _Optional[_Union[ReserveResponse.Shortage, str]] = ..., present: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("attachment_id", "grant_id", "owner_id", "shard", "slots", "keys", "parents", "space")

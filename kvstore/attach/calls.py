@@ -148,6 +148,7 @@ class Calls(ABC):
         writers: Sequence[int] = (),
         deadline_s: float = 0.0,
         protect: Keys | Sequence[bytes] | None = None,
+        keys: Keys | None = None,
     ) -> Future[Grant]:
         """Ask for up to `count` empty slots.
 
@@ -157,6 +158,8 @@ class Calls(ABC):
             writers: attachment id per shard; empty: this process writes all shards.
             deadline_s: how long to wait for the first slot.
             protect: keys whose chains must not be evicted to make room.
+            keys: what the slots are for, if known: slots are granted only for those that are not
+                present, see `Grant.present`; at most the first 32,768 are looked at.
 
         Returns:
             A future that cannot be cancelled: its grant must be committed or aborted.
@@ -177,6 +180,8 @@ class Calls(ABC):
             writers=writers,
             deadline_ms=_milliseconds(deadline_s),
             protect=guarded.packed,
+            keys=b"" if keys is None else keys.packed[: MAX_KEYS * keys.key_bytes],
+            parent=b"" if keys is None else keys.parent or b"",
         )
 
         def accept(answer: pb.ReserveResponse) -> Grant:
@@ -187,6 +192,7 @@ class Calls(ABC):
                 writers=tuple(writers),
                 slots=unpack_slots(answer.slots),
                 shortage=Shortage(answer.shortage),
+                present=answer.present,
             )
 
         def outcome(answer: Future[Grant]) -> None:

@@ -192,6 +192,7 @@ class Grant:
         writers: attachment id per shard; empty when the owner writes all shards.
         slots: dtype SLOT_DTYPE, shape (n,).
         shortage: why they are fewer than asked.
+        present: leading run of the keys named in the call that is present already.
     """
 
     id: int
@@ -200,3 +201,4 @@ class Grant:
     writers: tuple[int, ...]
     slots: SlotArray
     shortage: Shortage
+    present: int = 0

@@ -165,10 +165,9 @@ class Grants:
             if outcome is CommitOutcome.COMMITTED
         ]
         if done:
-            # Tail first, head last, then what they hang on.
+            # Tail first, head last, then what they hang on: a longer chain is a used chain.
             self._index.touch(done)
-            if done[0].parent is not None:
-                self._index.touch([done[0].parent])
+            self._index.touch_ancestors(done[0])
             for block in done:
                 self._on_block(block)
         self._close_if_settled(grant)
@@ -189,7 +188,7 @@ class Grants:
         elif granted.key is None:
             if key in space.blocks:
                 outcome = granted.failed = CommitOutcome.EXISTS
-            elif parent is not None and not self._parent_known(space, parent):
+            elif not space.has_parent(parent):
                 outcome = granted.failed = CommitOutcome.PARENT_MISSING
             else:
                 granted.key, granted.parent = key, parent
@@ -203,12 +202,6 @@ class Grants:
             if outcome is CommitOutcome.WAITING:
                 outcome = settled
         return outcome
-
-    @staticmethod
-    def _parent_known(space: SpaceIndex, parent: bytes) -> bool:
-        # A parent whose other shards are still on their way counts: whether it is there in the
-        # end is checked when this block is complete.
-        return parent in space.blocks or parent in space.pending_keys
 
     def _settle(self, grant: Grant, slot: Slot, granted: GrantedSlot) -> CommitOutcome:
         """Turn a slot without open shards into a block, or free it."""

@@ -22,6 +22,7 @@ from kvstore.wire import CHUNK_BYTES, MAX_KEYS, SlotArray, pack_chain_parents
 
 __all__ = ["Writing"]
 
+_FINAL: Final = {Shortage.NO_ROOM, Shortage.DRAINING, Shortage.ORPHAN}
 _PRESENT: Final = {CommitOutcome.COMMITTED, CommitOutcome.EXISTS, CommitOutcome.WAITING}
 
 
@@ -32,33 +33,25 @@ class Writing(FlowsBase):
         """Store the blocks that are not present; return the leading run present afterwards."""
         deadline = Deadline(timeout_s)
         for last_try in (False, True):
-            found = yield from self._present(keys)
-            if found is None:
-                return 0
-            present = found
-            if present == len(keys):
-                return present
             if not (yield from self._mapped(deadline)):
-                return (yield from self._put_streamed(keys, present, rows, deadline))
+                found = yield from self._present(keys)
+                if found is None or found == len(keys):
+                    return found or 0
+                return (yield from self._put_streamed(keys, found, rows, deadline))
             try:
-                done = yield from self._put_mapped(keys, present, rows, deadline)
+                done = yield from self._put_mapped(keys, rows, deadline)
             except AttachmentLost:
                 if last_try or not deadline.left:
                     raise
             else:
                 break
-        self._stored(done - present)
         if done == len(keys):
             return done
         hit = yield from self.lookup(keys)
         return hit.blocks
 
     def _present(self, keys: Keys) -> Flow[int | None]:
-        """Return the leading run that is there already; None when what it hangs on is not.
-
-        Asked before slots are reserved: making room for blocks that cannot be committed would
-        evict others for nothing.
-        """
+        """Return the leading run that is there already; None when what it hangs on is not."""
         if keys.parent is None:
             return (yield from self.lookup(keys)).blocks
         chain = Keys(keys.parent + keys.packed, keys.key_bytes)
@@ -68,9 +61,14 @@ class Writing(FlowsBase):
     def _stored(self, blocks: int) -> None:
         self._attachment.usage.add(self._space.ref, stored_bytes=max(0, blocks) * self._block_bytes)
 
-    def _put_mapped(self, keys: Keys, present: int, rows: Rows, deadline: Deadline) -> Flow[int]:
-        """Store blocks from `present` on; return the end of what was committed in order."""
-        size, at, done = self._window(), present, present
+    def _put_mapped(self, keys: Keys, rows: Rows, deadline: Deadline) -> Flow[int]:
+        """Store the blocks that are not present; return the end of what is committed in order.
+
+        A window's bytes are copied while the next one is reserved and the one before committed.
+        """
+        size = self._window()
+        present: int | None = None
+        at = done = 0
         tries = pauses()
         grant: Grant | None = None
         pending: Future[Grant] | None = None
@@ -78,17 +76,20 @@ class Writing(FlowsBase):
         try:
             while at < len(keys):
                 if pending is None:
-                    pending = self._reserve(keys, {done, at}, at, size, deadline)
+                    named = keys if present is None else None
+                    pending = self._reserve(keys, {done, at}, at, size, deadline, named)
                 limit = deadline.left + self._timeout_s + LATE_SECONDS
                 grant = yield Await(pending, limit)
                 pending = None
+                if present is None:
+                    at = done = grant.present
                 if not len(grant.slots):
-                    if grant.shortage in (Shortage.NO_ROOM, Shortage.DRAINING):
-                        break
-                    if not deadline.left:
+                    if grant.shortage in _FINAL or done == len(keys) or not deadline.left:
                         break
                     yield Pause(next(tries))
                     continue
+                if present is None:
+                    present = done
                 first, at = at, at + len(grant.slots)
                 if at < len(keys) and grant.shortage is not Shortage.NO_ROOM:
                     pending = self._reserve(keys, {done, first, at}, at, size, deadline)
@@ -97,12 +98,13 @@ class Writing(FlowsBase):
                     done = yield from self._settle(*committing)
                     committing = None
                     if done < first:
-                        return done
+                        break
                 reach("put.before_commit")
                 committing = (first, self._commit(grant, keys[first:at]))
                 grant = None
             if committing is not None:
                 done = yield from self._settle(*committing)
+            self._stored(done - (done if present is None else present))
             return done
         finally:
             if grant is not None:
@@ -111,7 +113,13 @@ class Writing(FlowsBase):
                 pending.add_done_callback(self._abort_when_there)
 
     def _reserve(
-        self, keys: Keys, ends: set[int], at: int, size: int, deadline: Deadline
+        self,
+        keys: Keys,
+        ends: set[int],
+        at: int,
+        size: int,
+        deadline: Deadline,
+        named: Keys | None = None,
     ) -> Future[Grant]:
         # The chain is protected by the block before the window, and while that one is not there
         # yet, by the ends of the windows before it.
@@ -121,6 +129,7 @@ class Writing(FlowsBase):
             min(size, len(keys) - at),
             deadline_s=deadline.left,
             protect=[key for key in before if key is not None],
+            keys=named,
         )
 
     def _copy_in(self, grant: Grant, rows: Rows, first: int) -> None:

@@ -158,18 +158,29 @@ class KVStoreService(rpc.KVStoreServicer):
         if not 1 <= request.count <= _MAX_COUNT:
             raise InvalidRequest("count", f"must be within 1 … {_MAX_COUNT}")
         writers = [self._writer(writer) for writer in request.writers]
+        protect = list(unpack_keys(request.protect, space.spec.key_bytes))
+        count, present = request.count, 0
+        if request.keys:
+            keys = unpack_keys(request.keys, space.spec.key_bytes, request.parent)
+            present = len(self.engine.lookup(space, keys)[0])
+            count = min(count, len(keys) - present)
+            if not space.has_parent(keys.parent):
+                return pb.ReserveResponse(shortage=pb.ReserveResponse.ORPHAN)
+        if not count:
+            return pb.ReserveResponse(present=present)
         slots, shortage = await self.engine.reservations.reserve(
             owner,
             space,
             request.grant_id,
-            request.count,
+            count,
             writers,
             min(request.deadline_ms, _MAX_WAIT_MS) / 1e3,
-            list(unpack_keys(request.protect, space.spec.key_bytes)),
+            protect,
         )
         return pb.ReserveResponse(
             slots=pack_generation_slots(self.engine.with_generations(slots)),
             shortage=pb.ReserveResponse.Shortage.Name(shortage),
+            present=present,
         )
 
     @answering

@@ -135,11 +135,22 @@ class Script:
         return done(lease)
 
     def reserve(
-        self, space: SpaceHandle, count: int, *, deadline_s: float, protect: Iterable[bytes]
+        self,
+        space: SpaceHandle,
+        count: int,
+        *,
+        deadline_s: float,
+        protect: Iterable[bytes],
+        keys: Keys | None = None,
     ) -> Future[Any]:
         self.calls.append(f"reserve {count}")
         self.protected.append(list(protect))
-        shortage = Shortage.NONE
+        shortage, present = Shortage.NONE, 0
+        if keys is not None:
+            present = next((i for i, k in enumerate(keys) if k not in self.index), len(keys))
+            count = min(count, len(keys) - present)
+            if keys.parent is not None and keys.parent not in self.index:
+                count, shortage = 0, Shortage.ORPHAN
         if self.shortages:
             limit, shortage = self.shortages.popleft()
             count = min(count, limit)
@@ -147,7 +158,7 @@ class Script:
         grant_id = len(self.calls)
         self.open_grants[grant_id] = set(taken)
         slots = slot_array((0, at, self.generations[at]) for at in taken)
-        return done(Grant(grant_id, 1, BOOT, (), slots, shortage))
+        return done(Grant(grant_id, 1, BOOT, (), slots, shortage, present))
 
     def commit(
         self,
@@ -259,7 +270,7 @@ def test_windows_are_reserved_and_leased_ahead(script: Script) -> None:
     keys, blocks = keys_of(10), blocks_of(10)
     assert put(script, keys, blocks) == 10
     assert script.calls == [
-        *("Lookup", "reserve 4", "reserve 4", "commit 4"),
+        *("reserve 4", "reserve 4", "commit 4"),
         *("reserve 2", "commit 4", "commit 2"),
     ]
     # The chain before a window is protected by its last block and by the last one committed.
@@ -277,10 +288,10 @@ def test_what_is_present_is_not_written_again(script: Script) -> None:
     assert put(script, keys[:5], blocks[:5]) == 5
     script.calls.clear()
     assert put(script, keys, blocks) == 6
-    assert script.calls == ["Lookup", "reserve 1", "commit 1"]
+    assert script.calls == ["reserve 4", "commit 1"]
     script.calls.clear()
     assert put(script, keys, blocks_of(7)[:6]) == 6
-    assert script.calls == ["Lookup"]
+    assert script.calls == ["reserve 4"]
     assert np.array_equal(get(script, keys), blocks)
 
 
@@ -307,7 +318,7 @@ def test_a_busy_pool_is_asked_again_until_the_deadline(script: Script, shortage:
     script.shortages += [(0, shortage)] * 3
     before = len(script.calls)
     assert put(script, chain_keys(range(100, 104), 2), blocks_of(2), timeout_s=0.0) == 0
-    assert script.calls[before:] == ["Lookup", "reserve 2", "Lookup"]
+    assert script.calls[before:] == ["reserve 2", "Lookup"]
 
 
 def test_a_block_that_changed_under_the_copy_ends_the_run(script: Script) -> None:
@@ -369,8 +380,17 @@ def test_whatever_ends_a_flow_it_leaves_nothing_behind(what: str) -> None:
 
 def test_a_daemon_that_forgot_the_space_is_told_again(script: Script) -> None:
     script.rpc_errors.append(UnknownSpace("who?"))
-    assert put(script, keys_of(2), blocks_of(2)) == 2
-    assert script.calls[:3] == ["Lookup", "OpenSpace", "Lookup"]
+    assert script.run(flows_of(script).lookup(keys_of(2))).blocks == 0
+    assert script.calls == ["Lookup", "OpenSpace", "Lookup"]
+
+
+def test_nothing_is_reserved_for_blocks_whose_parent_is_missing(script: Script) -> None:
+    keys, blocks = keys_of(8), blocks_of(8)
+    assert put(script, keys[4:], blocks[4:]) == 0
+    assert script.calls == ["reserve 4", "Lookup"]
+    assert (script.stuck, script.index) == (0, {})
+    assert put(script, keys[:4], blocks[:4]) == 4
+    assert put(script, keys[4:], blocks[4:]) == 4
 
 
 def test_a_handle_never_serves_another_epoch(script: Script) -> None:

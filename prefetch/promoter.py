@@ -73,8 +73,11 @@ class PromotionHost(Protocol):
     async def room(self, timeout: float) -> bool:
         """Wait until something was freed."""
 
-    def may_come(self, shape: BlockShape) -> bool:
-        """Return whether waiting for room can help."""
+    def may_come(self, shape: BlockShape, *, promoting: bool) -> bool:
+        """Return whether waiting for room can help.
+
+        `promoting`: what is held only by those who themselves wait for promotions does not count.
+        """
 
 
 class _State(Enum):
@@ -194,7 +197,7 @@ class Promoter:
                 self._enqueue(move)
             if slots:
                 await self._move(batch[: len(slots)], slots)
-            elif self._host.may_come(shape):
+            elif self._host.may_come(shape, promoting=True):
                 self._stalled.add(shape)
                 await self._host.room(_ROOM_POLL_SECONDS)
                 self._stalled.discard(shape)

@@ -43,6 +43,7 @@ class Digester:
         self._host = host
         self._executor = executor
         self._queue: deque[Block] = deque()
+        self._working = False
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -55,6 +56,11 @@ class Digester:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def busy(self) -> bool:
+        """Whether blocks wait for their digests."""
+        return bool(self._queue) or self._working
 
     def add(self, block: Block) -> None:
         """Queue a freshly committed block."""
@@ -88,9 +94,11 @@ class Digester:
                 if block.host is not None and not block.dead and block.digests is None:
                     self._index.hold_host(block)
                     batch.append(block)
+            self._working = True
             try:
                 await self.digest(batch)
             finally:
+                self._working = False
                 for block in batch:
                     self._index.release_host(block)
                 self._on_released()

@@ -97,6 +97,8 @@ class DiskRoom:
         Returns:
             Whether any will.
         """
+        if self._disk.allocating:
+            return True  # nothing leaves for slots that are about to be there
         coming = self._disk.room_blocks(shape) + self._deletes.freeing[shape]
         queue = self._index.disk_queue(shape)
         evicted = 0
@@ -104,7 +106,7 @@ class DiskRoom:
             self._index.drop_disk(victim)
             evicted += 1
         self._counters.counts["evicted_blocks_disk"] += evicted
-        return bool(coming or evicted or self._disk.allocating)
+        return bool(coming or evicted)
 
     def reclaim_segment(self, shape: BlockShape) -> bool:
         """Drop the blocks of the coldest segment of another shape that the rule lets go as a whole.

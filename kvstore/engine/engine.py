@@ -108,6 +108,7 @@ class Engine:
         self.tickets = Tickets(self.index, self.leases)
         self.pins = Pins(self.index, self._store_thread)
         self._housekeeper = Housekeeper(self.index, self.pins, self.tickets)
+        self._reads: set[Read] = set()
         self.recovered_blocks = 0
 
     async def start(self) -> None:
@@ -183,7 +184,7 @@ class Engine:
             self._store_thread,
             self.digester,
             self.counters,
-            self.room.signal,
+            self.room.made,
         )
         self.promoter = Promoter(
             self.index, disk, self.room, on_corrupt=self.removal.corrupt, on_read=self._read
@@ -234,10 +235,13 @@ class Engine:
     def _notify(self) -> None:
         self.room.signal.notify()
 
-    def _may_let_go(self) -> bool:
-        """Return whether host slots are in use that may come back."""
+    def _may_let_go(self, promoting: bool) -> bool:
+        """Return whether host slots are in use that may come back; see `HostRoom.held`."""
+        held = self.index.host_held
+        if promoting:
+            held -= self.leases.held_waiting() + sum(read.held_waiting for read in self._reads)
         moving = self.promoter is not None and self.promoter.moving
-        return bool(self.grants.slot_count or self.index.host_held or moving)
+        return bool(self.grants.slot_count or held or moving)
 
     def _free_host(self, slot: Slot) -> None:
         self.room.free(slot)
@@ -389,7 +393,14 @@ class Engine:
         self.index.touch(run)
         for block in run:
             block.uses += 1
-        return Read(self.index, self.promoter, run, miss, self._notify)
+        read = Read(self.index, self.promoter, run, miss, self._let_go)
+        self._reads.add(read)
+        return read
+
+    def _let_go(self, read: Read) -> None:
+        if read.closed:
+            self._reads.discard(read)
+        self._notify()
 
     async def pin(self, space: SpaceIndex, keys: Sequence[bytes], ttl_seconds: float) -> int:
         """Pin the leading run, durably; return its length."""

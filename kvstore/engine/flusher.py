@@ -34,7 +34,7 @@ from kvstore.index.records import BlockRecord
 from kvstore.tiers.base import Outcome, Slot, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstore.engine.counters import Counters
     from kvstore.engine.digester import Digester
@@ -77,16 +77,27 @@ class Flusher:
         store: StoreThread,
         digester: Digester,
         counters: Counters,
-        room: Signal,
+        on_room: Callable[[BlockShape | None], None],
     ) -> None:
-        """Compose; `start` begins to serve."""
+        """Compose; `start` begins to serve.
+
+        Args:
+            index: knows the blocks.
+            host: holds their bytes.
+            disk: takes them.
+            store: takes their records.
+            digester: computes digests that are missing.
+            counters: what happened.
+            on_room: called when blocks may leave host that could not before; with the shape of
+                those that are on disk now.
+        """
         self._index = index
         self._host = host
         self._disk = disk
         self._store = store
         self._digester = digester
         self._counters = counters
-        self._room = room
+        self._on_room = on_room
         self._queue: deque[Block] = deque()
         self._refused: dict[Block, None] = {}
         self._prune_at = _GROUP_BLOCKS
@@ -122,6 +133,11 @@ class Flusher:
     def busy(self) -> bool:
         """Whether blocks are on their way, so that waiting for room can help."""
         return bool(self._queue or self._writing)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way to the disk or off it."""
+        return not (self._queue or self._running or any(self._deletes.freeing.values()))
 
     @property
     def dirty_blocks(self) -> int:
@@ -246,8 +262,10 @@ class Flusher:
             waits.append(_RETRY_SECONDS)
         if self._refused and self._index.disk_room_hint:
             waits.append(self._retry_at - now)
+        # Not `wait_for`: that loses a cancellation which comes together with the event.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._work.wait(), min(waits, default=None))
+            async with asyncio.timeout(min(waits, default=None)):
+                await self._work.wait()
 
     def _group_done(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -342,9 +360,9 @@ class Flusher:
             self._work.set()
         self._tell()
 
-    def _tell(self) -> None:
+    def _tell(self, shape: BlockShape | None = None) -> None:
         self._progress.notify()
-        self._room.notify()
+        self._on_room(shape)
 
     def _refuse(self, block: Block) -> None:
         self._dequeued(block, Flush.REFUSED)
@@ -375,7 +393,7 @@ class Flusher:
             await asyncio.gather(group.predecessor, return_exceptions=True)
         await self._commit_group(group)
         self._counters.record("flush_group", asyncio.get_running_loop().time() - begun)
-        self._tell()
+        self._tell(group.blocks[0].space.shape)
 
     async def _write(self, group: _Group) -> list[Outcome]:
         await self._digester.digest(group.blocks)

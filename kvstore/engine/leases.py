@@ -116,6 +116,11 @@ class Leases:
         self._on_released = on_released
         self.promoter: Promoter | None = None
         self.count = 0
+        self._growing: set[Lease] = set()
+
+    def held_waiting(self) -> int:
+        """Return how many references are held by leases that still wait for blocks."""
+        return sum(len(lease.held) for lease in self._growing)
 
     def find_run(self, space: SpaceIndex, keys: Sequence[bytes]) -> tuple[list[Block], Miss]:
         """Return the leading run of blocks present in any tier, and why it ends.
@@ -180,6 +185,7 @@ class Leases:
         self.count += 1
         self._count_hits(space, tiers[:in_host])
         if lease.where and self.promoter is not None:
+            self._growing.add(lease)
             loop = asyncio.get_running_loop()
             lease.timer = loop.call_later(deadline_seconds, self._expire, lease)
             self.promoter.request(list(lease.where), lease, priority)
@@ -253,6 +259,7 @@ class Leases:
     def _finish_if_complete(self, lease: Lease) -> None:
         if lease.where:
             return
+        self._growing.discard(lease)
         if lease.timer is not None:
             lease.timer.cancel()
             lease.timer = None
@@ -275,6 +282,7 @@ class Leases:
 
     def _end(self, lease: Lease) -> None:
         attachment = lease.attachment
+        self._growing.discard(lease)
         lease.ended = True
         self.count -= 1
         attachment.leased_bytes -= len(lease.run) * lease.space.shape.block_bytes

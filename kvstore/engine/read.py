@@ -24,6 +24,7 @@ class Read:
     Attributes:
         run: the blocks.
         miss: why the run ends after them.
+        closed: it holds nothing any more.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class Read:
         promoter: Promoter | None,
         run: Sequence[Block],
         miss: Miss,
-        on_released: Callable[[], None],
+        on_released: Callable[[Read], None],
     ) -> None:
         """Hold what is in host and ask for the rest. `close` must follow."""
         self._index = index
         self._promoter = promoter
         self._on_released = on_released
+        self._waiting = False
+        self.closed = False
         self.run = run
         self.miss = miss
         cold = list(dict.fromkeys(b for b in run if b.host is None))
@@ -54,13 +57,22 @@ class Read:
         block = self.run[at]
         if block in self._cold:
             deadline = asyncio.get_running_loop().time() + seconds
-            await self._waiter.wait_for(block, deadline)
+            self._waiting = True
+            try:
+                await self._waiter.wait_for(block, deadline)
+            finally:
+                self._waiting = False
             if block in self._waiter.pending or block in self._waiter.failures:
                 reason = self._waiter.failures.get(block, MissReason.DEADLINE)
                 return Miss(reason, "disk")
         if block.host is None or block.dead:
             return Miss(MissReason.LEASE_LOST, "host")
         return Miss()
+
+    @property
+    def held_waiting(self) -> int:
+        """References that it holds while it waits for a block; 0 while it does not wait."""
+        return len(self._warm) + self._waiter.held if self._waiting else 0
 
     def tier(self, at: int) -> TierName:
         """Return the tier that held a block when the read began."""
@@ -72,9 +84,9 @@ class Read:
         if block in self._warm:
             self._warm.discard(block)
             self._index.release_host(block)
-            self._on_released()
+            self._on_released(self)
         elif self._waiter.let_go(block):
-            self._on_released()
+            self._on_released(self)
 
     def close(self) -> None:
         """Stop waiting and let go of everything."""
@@ -84,4 +96,5 @@ class Read:
         warm, self._warm = self._warm, set()
         for block in warm:
             self._index.release_host(block)
-        self._on_released()
+        self.closed = True
+        self._on_released(self)

@@ -91,8 +91,9 @@ class HostRoom:
         self._attachments = attachments
         self.flusher: Flusher | None = None
         self.flush_on_evict = False
-        # Whether grants, leases or movers hold slots that may come back.
-        self.held: Callable[[], bool] = lambda: False
+        # Whether grants, leases or movers hold slots that may come back; given True, those are
+        # not counted that hold on to what they have because they wait for promotions.
+        self.held: Callable[[bool], bool] = lambda _: False
         self.signal = Signal()
         self._next_reclaim = 0.0
         # Shapes for which the last look at the groups of others came too soon to be worth it.
@@ -129,18 +130,23 @@ class HostRoom:
                 self._reclaim_group(shape)
         total = sum(g.slots for g in host.groups() if g.shape == shape)
         host.want(shape, max(2 * count, total // 8))
-        self._schedule_ahead(shape)
+        if older_than is None:
+            # Otherwise what is prefetched would push out itself, a little at a time.
+            self._schedule_ahead(shape)
         return slots
 
-    def may_come(self, shape: BlockShape) -> bool:
-        """Return whether waiting could help: something is on its way out or held for a while."""
+    def may_come(self, shape: BlockShape, *, promoting: bool = False) -> bool:
+        """Return whether waiting could help: something is on its way out or held for a while.
+
+        `promoting`: asked for a promotion, whose waiters let go of nothing before it ends.
+        """
         host = self._host
         return bool(
             host.allocating
             or host.room_blocks(shape) > 0
             or self.retiring
             or self._will_search(shape)
-            or self.held()
+            or self.held(promoting)
             or (self.flusher is not None and self.flusher.busy)
         )
 
@@ -186,6 +192,12 @@ class HostRoom:
         self._counters.counts[name] += freed
         self._counters.counts["evicted_blocks_host"] += freed
         return freed
+
+    def made(self, shape: BlockShape | None) -> None:
+        """Blocks may leave that could not before: wake who waits, or drop some ahead of need."""
+        self.signal.notify()
+        if shape is not None:
+            self._schedule_ahead(shape)
 
     def _schedule_ahead(self, shape: BlockShape) -> None:
         if self.flusher is None or shape in self._ahead_scheduled:

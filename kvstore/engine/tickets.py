@@ -81,7 +81,10 @@ class Tickets:
             if failure is None and space.blocks.get(missing.key) is not missing:
                 miss = miss_of(self._index, space, missing.key)
             else:
-                miss = Miss(failure or MissReason.DEADLINE, "disk")
+                # Without a failure it has been here, and others needed the room more.
+                here = not waiter.pending and loop.time() < ticket.deadline
+                reason = MissReason.NO_ROOM if here else MissReason.DEADLINE
+                miss = Miss(failure or reason, "disk")
         if not waiter.pending:
             self._tickets.pop(ticket_id, None)
         return blocks, not waiter.pending, miss

@@ -56,6 +56,11 @@ class RunWaiter:
     def _left(deadline: float) -> float:
         return deadline - asyncio.get_running_loop().time()
 
+    @property
+    def held(self) -> int:
+        """How many landed blocks it holds."""
+        return len(self._held)
+
     def let_go(self, block: Block) -> bool:
         """Let go of one block that has landed; False when it is not held here."""
         if block not in self._held:

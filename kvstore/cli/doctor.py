@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from kvstore.address import Address, default_address, parse_address
 from kvstore.cli.connect import AddressOption, JsonOption, connect
 from kvstore.cli.output import console, make_table, print_json
 from kvstore.cli.plain import plain
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _COLUMNS: Final = 80
+_CONNECT_SECONDS: Final = 1.0
 _STYLES: Final = {"ok": "green", "warning": "yellow", "error": "bold red"}
 # Small enough for any machine: the pool of settings that cannot be, so that the rest is examined.
 _SOME_POOL: Final = "16MiB"
@@ -35,22 +38,36 @@ def _finding(subject: str, level: str, text: str, advice: str = "") -> dict[str,
     return {"subject": subject, "level": level, "text": text, "advice": advice}
 
 
-def _ask(address: str | None) -> tuple[str | None, _Findings]:
-    """Ask the daemon.
-
-    Returns:
-        Its address, None when it does not answer; and what there is to say.
-    """
+def _listens(address: Address) -> bool:
+    """Tell whether a process has the address, be it one that does not answer."""
     try:
-        with connect(address) as client:
-            found = [plain(finding) for finding in client.doctor()]
-            return str(client.link.address), found
-    except ServerUnavailable as e:
-        advice = "below is this machine, as `kvstore serve` with the same settings would find it"
-        return None, [_finding("daemon", "warning", str(e), advice)]
-    except DeadlineExceeded as e:
-        advice = "it is stopped, or its event loop is stuck: see its log; below is this machine"
-        return None, [_finding("daemon", "error", f"does not answer in time: {e}", advice)]
+        if not address.local:
+            socket.create_connection((address.host, address.port), _CONNECT_SECONDS).close()
+            return True
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(_CONNECT_SECONDS)
+            probe.connect(address.path)
+    except OSError:
+        return False
+    return True
+
+
+def _ask(address: Address) -> _Findings | None:
+    """Return what the daemon says, None when it says nothing."""
+    try:
+        with connect(str(address)) as client:
+            return [plain(finding) for finding in client.doctor()]
+    except (ServerUnavailable, DeadlineExceeded):
+        return None
+
+
+def _silent(address: Address) -> dict[str, Any]:
+    """Say what it means that no daemon answered."""
+    if _listens(address):
+        advice = "it is stopped or stuck: see its log, and restart it; below is this machine"
+        return _finding("daemon", "error", f"at {address}: listens, but does not answer", advice)
+    advice = "start one with `kvstore serve`; below is what it would find here"
+    return _finding("daemon", "warning", f"none at {address}", advice)
 
 
 def _settings(flags: dict[str, Any], file: Path | None) -> tuple[ServeConfig, _Findings]:
@@ -140,10 +157,15 @@ def doctor(
     }
     here = offline or config is not None or any(value is not None for value in flags.values())
     if here and address is not None:
-        raise ConfigError("address: a daemon has its settings already; leave these options out")
-    daemon, found = (None, []) if here else _ask(address)
-    if daemon is None:
-        found = found + _look(flags, config)
+        raise ConfigError("address: not together with --offline or settings to try")
+    daemon: str | None = None
+    if here:
+        found = _look(flags, config)
+    else:
+        where = parse_address(address) if address is not None else default_address()
+        answer = _ask(where)
+        found = [_silent(where), *_look(flags, config)] if answer is None else answer
+        daemon = None if answer is None else str(where)
     errors, warnings = (
         sum(one["level"] == level for one in found) for level in ("error", "warning")
     )

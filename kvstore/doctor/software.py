@@ -11,7 +11,7 @@ from typing import Final
 
 from kvstore.doctor.finding import Finding, error, ok, warning
 
-__all__ = ["FLOORS", "check_libraries", "check_python", "read_versions"]
+__all__ = ["FLOORS", "check_libraries", "check_python", "read_versions", "this_python"]
 
 # The package's dependencies; a bare checkout has no metadata to read them from.
 FLOORS: Final = {
@@ -44,12 +44,9 @@ def read_versions() -> dict[str, str]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version, without zeros at its end: 1.26.0rc1 is (1, 26)."""
+    """Return the leading numbers of a version: 1.26.0rc1 is (1, 26, 0)."""
     match = re.match(r"\d+(\.\d+)*", version)
-    numbers = [int(part) for part in match[0].split(".")] if match else [0]
-    while numbers and not numbers[-1]:
-        numbers.pop()
-    return tuple(numbers)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def check_python(

@@ -43,9 +43,10 @@ class StoredKeys:
                 self._arrived.popitem(last=False)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """These are gone, or may be."""
+        """These are gone, or may be; storing one twice costs a copy, no more."""
         for key in keys:
             self._arrived.pop(key, None)
+            self._under_way.discard(key)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -50,7 +50,8 @@ class FakeDaemon:
         up: whether it answers.
         hold: while set, answers to acquire and reserve wait for `let_go`.
         commits: outcomes given so far.
-        faults: names of faults to inject: `commit`, `generation`.
+        faults: names of faults to inject: `commit` fails, or a copy finds that half of its slots
+            have a new `generation`, and other bytes.
     """
 
     def __init__(self, slots: int = 96) -> None:
@@ -101,7 +102,15 @@ class FakeDaemon:
         if not self.hold:
             return _done(make())
         future: Future[Any] = Future()
-        self.held.append(lambda: future.set_result(make()))
+        boot_id = self.boot_id
+
+        def late() -> None:
+            if self.up and self.boot_id == boot_id:
+                future.set_result(make())
+            else:
+                future.set_exception(ServerUnavailable("fake daemon went down"))
+
+        self.held.append(late)
         return future
 
     def room(self, spec: SpaceSpec) -> None:
@@ -118,6 +127,28 @@ class FakeDaemon:
         with self.lock:
             for name in list(names):
                 self.free.append(self.blocks.pop(name).slot)
+
+    def give_away(self, chosen: list[int]) -> None:
+        """Let somebody else write to slots that are being read, as after a lease that expired."""
+        with self.lock:
+            gone = {name for name, block in self.blocks.items() if block.slot in chosen}
+            if not gone:
+                return  # another rank's copy has seen to it
+            self.memory[:, chosen] = 0xEE
+            self.generations[chosen] += np.uint64(1)
+            half = {slot for grant in self.granted.values() for slot, _ in grant}
+            while True:
+                orphans = {
+                    (space, key)
+                    for (space, key), block in self.blocks.items()
+                    if (space, block.parent) in gone
+                    and (space, key) not in gone
+                    and block.slot not in half
+                }
+                if not orphans:
+                    break
+                gone |= orphans
+            self.evict(gone)
 
     def allocate(self, count: int) -> NDArray[Any]:
         with self.lock:
@@ -261,8 +292,6 @@ class FakeHeld:
         same: NDArray[np.bool_] = (
             self._generations[self._slots["index"]] == self._slots["generation"]
         )
-        if "generation" in self._daemon.faults:
-            same[len(same) // 2 :] = False
         return same
 
 
@@ -292,6 +321,8 @@ class FakeAttachment:
             raise AttachmentLost("granted in another run")
         if writer_id and writer_id != self.id:
             raise AttachmentLost("granted to another attachment")
+        if not writer_id and "generation" in self._daemon.faults:
+            self._daemon.give_away(slots["index"][len(slots) // 2 :].tolist())
         return FakeHeld(self._daemon, slots)
 
     def commit(

@@ -146,6 +146,7 @@ class MiniEngine:
         self.loaded_tokens = 0
         self.names = itertools.count()
         self.planned = 0
+        self.failed_blocks = 0
 
     def _rank(self, rank: int) -> Rank:
         # One allocation per layer: the layout of vLLM 0.26, and of CPUs.
@@ -378,6 +379,7 @@ class MiniEngine:
 
     def _update(self, outputs: list[SimpleNamespace], scheduled: dict[str, int]) -> None:
         invalid: set[int] = set().union(*(o.invalid_block_ids for o in outputs))
+        self.failed_blocks += len(invalid)
         received = set()
         for output in outputs:
             for request_id in output.finished_recving:
@@ -436,6 +438,11 @@ class MiniEngine:
         raise AssertionError(
             f"still at work: {[(r.request_id, r.status) for r in self.all.values()]}"
         )
+
+    def finish(self, *requests: Request) -> None:
+        """Step until the requests are finished, and not a step longer."""
+        while any(request.status != "finished" for request in requests):
+            self.step()
 
     def settle(self) -> None:
         """Wait until all that was planned is committed. Only where no other engine stores."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from fake_store import FakeDaemon
 from mini_engine import BLOCK, MiniEngine
 
+from kvstore.connectors.vllm import copier as copiers
 from kvstore.connectors.vllm import guard
 from kvstore.connectors.vllm.settings import Settings
 
@@ -34,11 +36,11 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def quiet(daemon: FakeDaemon) -> None:
-    """Nothing is leased; slots are free, hold a block, or are granted."""
+    """All engines are closed: nothing is leased or granted, slots are free or hold a block."""
     assert not daemon.leases
-    held = {b.slot for b in daemon.blocks.values()}
-    granted = {slot for grant in daemon.granted.values() for slot, _ in grant}
-    assert sorted([*daemon.free, *held, *granted]) == list(range(daemon.slots))
+    assert not any(daemon.granted.values())
+    held = [b.slot for b in daemon.blocks.values()]
+    assert sorted(daemon.free + held) == list(range(daemon.slots))
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -100,6 +102,21 @@ def test_a_request_that_ends_before_a_slot_is_there_is_stored_late(daemon: FakeD
     assert len(daemon.blocks) == 4
     engine.run(engine.add(prompt(4 * B), 1))
     assert engine.loaded_tokens == 4 * B
+    engine.close()
+
+
+def test_the_last_token_is_not_stored_late(daemon: FakeDaemon) -> None:
+    """It ends a block, and the block has a hash, but its own KV was never computed."""
+    engine = MiniEngine(daemon)
+    daemon.hold = True
+    request = engine.add(prompt(2 * B - 1), 1)
+    engine.run(request, steps=300)
+    assert request.num_tokens == 2 * B
+    daemon.let_go()
+    engine.run(engine.add([9], 2))
+    engine.settle()
+    assert len(daemon.blocks) == 1
+    engine.run(engine.add([*request.tokens, 1], 1))
     engine.close()
 
 
@@ -168,7 +185,7 @@ def test_a_lost_generation_is_recomputed_and_not_asked_again(daemon: FakeDaemon,
     engine.run(engine.add(prompt(8 * B), 2))
     daemon.faults.add("generation")
     request = engine.add(prompt(8 * B), 2)
-    engine.run(request, steps=200)
+    engine.run(request, steps=700)
     assert engine.loaded_tokens == 8 * B  # once
     assert daemon.usage["load_failures"] == 1
     daemon.faults.clear()
@@ -176,6 +193,31 @@ def test_a_lost_generation_is_recomputed_and_not_asked_again(daemon: FakeDaemon,
     assert engine.loaded_tokens == 16 * B
     engine.close()
     quiet(daemon)
+
+
+def test_a_block_lost_after_a_local_hit_inside_a_stored_block(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon, local=True, group=4)
+    tokens = prompt(8 * 4 * BLOCK)
+    engine.run(engine.add(tokens, 1))
+    engine.cached = dict(list(engine.cached.items())[:5])
+    daemon.faults.add("generation")
+    engine.run(engine.add(tokens, 2), steps=300)
+    # Its own 5; of the 7 stored blocks read, the last 4 were lost.
+    assert engine.failed_blocks == 4 * 4
+    engine.close()
+    quiet(daemon)
+
+
+def test_daemon_dies_half_way_through_a_copy(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No generation is raised any more by then: that the daemon is gone is what tells."""
+    engine = MiniEngine(daemon)
+    engine.run(engine.add(prompt(8 * B), 2))
+    monkeypatch.setattr(copiers, "reach", lambda name: daemon.stop())
+    engine.run(engine.add(prompt(8 * B), 2), steps=300)
+    assert engine.failed_blocks == 8 * GROUP
+    engine.close()
 
 
 def test_the_first_block_lost_means_all_is_recomputed(daemon: FakeDaemon) -> None:
@@ -303,27 +345,42 @@ def test_preempted_requests_come_back_from_the_store(
     quiet(daemon)
 
 
-def test_blocks_handed_out_again_while_their_store_runs(daemon: FakeDaemon) -> None:
-    """A slow copy thread: the next owner's forward pass waits for it."""
-    engine = MiniEngine(daemon, blocks=2 * 8 + 3, step_tokens=8 * B)
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("owner", ["prompt", "decode", "load"])
+def test_blocks_handed_out_again_while_their_store_runs(
+    daemon: FakeDaemon, owner: str, old: bool
+) -> None:
+    """A copy that takes longer than a step: whoever gets the blocks next waits for it."""
+    engine = MiniEngine(daemon, blocks=1 + 16 + 2, step_tokens=64 * B, old=old)
+    loaded = prompt(8 * B, 1)
+    engine.run(engine.add(loaded, 1))
+    decoding = engine.add(prompt(3, 2), 16 * BLOCK if owner == "decode" else 1)
+    engine.step()
     copier: Any = engine.ranks[0].worker._copier
-    copy, order = copier._store, []
+    copy = copier._store
 
     def slow(blocks: Any, run: Any) -> bool:
-        import time
-
-        time.sleep(0.02)  # longer than a step of this engine
+        time.sleep(0.03)
         done: bool = copy(blocks, run)
-        order.append("stored")
         return done
 
     copier._store = slow
-    for seed in range(4):
-        engine.run(engine.add(prompt(8 * B, seed), 1))
-    for seed in range(4):
-        engine.run(engine.add(prompt(8 * B, seed), 1))
-    assert engine.loaded_tokens == 4 * 8 * B
+    first = prompt(8 * B, 3)
+    engine.finish(engine.add(first, 1))
+    if owner == "prompt":
+        engine.finish(engine.add(prompt(8 * B, 4), 1))
+    elif owner == "load":
+        again = engine.add(loaded, 1)
+        engine.finish(again)
+        assert engine.loaded_tokens == 8 * B
+    else:
+        engine.finish(decoding)
+    engine.run()
     engine.close()
+    second = MiniEngine(daemon)
+    second.run(second.add(first, 1))
+    assert second.loaded_tokens == 8 * B  # and they are right
+    second.close()
 
 
 def test_two_requests_with_one_prefix_share_the_load_and_the_store(daemon: FakeDaemon) -> None:

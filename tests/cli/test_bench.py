@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore.cli.bench.figure import rate, times
-from kvstore.cli.bench.raw import RawDisk, copy_seconds, touched
+from kvstore.cli.bench.raw import RawDisk, copy_seconds, pieces, touched
 from kvstore.cli.bench.report import as_table
 
 
@@ -45,7 +45,9 @@ def test_the_baselines_move_the_bytes_that_they_claim(tmp_path: Path) -> None:
 
     file = tmp_path / "raw"
     memory = source.copy()
-    disk = RawDisk(2, _page_aligned(memory))
+    buffer = touched(*memory.shape)
+    buffer[:] = memory
+    disk = RawDisk(2, pieces(buffer))
     try:
         assert disk.write_seconds(file, memory.nbytes, syncs=3) > 0
         assert file.read_bytes() == memory.tobytes()
@@ -55,17 +57,9 @@ def test_the_baselines_move_the_bytes_that_they_claim(tmp_path: Path) -> None:
         disk.read_seconds([(other, half), (file, half)])
     finally:
         disk.close()
-    read = bytes(disk._view)
+    read = buffer.tobytes()
     assert read[:half] == b"\1" * half
     assert read[half:] == memory.tobytes()[:half]
-
-
-def _page_aligned(
-    array: np.ndarray[tuple[int, int], np.dtype[np.uint8]],
-) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    aligned = touched(*array.shape)
-    aligned[:] = array
-    return aligned
 
 
 @pytest.mark.slow
@@ -90,6 +84,8 @@ def test_one_round(tmp_path: Path) -> None:
         "get, local",
         "host to disk, synced",
         "disk to host, with digest",
+        "O_DIRECT writes from huge pages",
+        "O_DIRECT reads into huge pages",
         "Lookup of 1,000 keys, handler",
         "Lookup of 1,000 keys, client",
         "Acquire of 1,000 keys, handler",

@@ -11,10 +11,10 @@ import numpy as np
 
 from kvstore.cli.bench.chains import BLOCK_BYTES, Chains, settle
 from kvstore.cli.bench.figure import Figure, rate
-from kvstore.cli.bench.raw import RawDisk, touched
+from kvstore.cli.bench.raw import RawDisk, at_addresses, huge, pieces, touched
 from kvstore.cli.child import ChildDaemon, ChildError
 from kvstore.cli.connect import connect
-from kvstore.client import Client
+from kvstore.client import Client, Space
 from kvstore.units import MIB
 
 __all__ = ["measure"]
@@ -26,9 +26,9 @@ _IO_THREADS: Final = 4
 _WAIT_S: Final = 60.0
 
 
-def _groups(client: Client) -> int:
-    """Return how many groups of blocks the daemon has written and synced so far."""
-    return sum(t.count for t in client.stats().timings if t.name == "flush_group")
+def _syncs(client: Client) -> int:
+    """Return how often the daemon has synced so far: each group of blocks, and then its records."""
+    return sum(2 * t.count for t in client.stats().timings if t.name == "flush_group")
 
 
 def _segment_files(disk: Path, size: int) -> list[tuple[Path, int]]:
@@ -44,6 +44,25 @@ def _segment_files(disk: Path, size: int) -> list[tuple[Path, int]]:
     return files
 
 
+def _pool_memory(client: Client, space: Space, stack: contextlib.ExitStack) -> list[memoryview]:
+    """Borrow slots of the host pool, so that the baseline's memory is the very same kind.
+
+    A grant's slots are ours to write until it is aborted.
+    """
+    grant = space.reserve(_BLOCKS, deadline_s=_WAIT_S).result(timeout=_WAIT_S)
+    attachment = client.attachment
+    stack.callback(attachment.abort, grant.owner_id, grant.id, grant.slots, all_shards=True)
+    if len(grant.slots) != _BLOCKS:
+        raise ChildError(f"only {len(grant.slots)} of {_BLOCKS} slots were granted")
+    held = stack.enter_context(
+        attachment.using(grant.slots, boot_id=grant.boot_id, writer_id=grant.owner_id)
+    )
+    memory = at_addresses(held.addresses(0).tolist(), BLOCK_BYTES)
+    for piece in memory:
+        piece[:] = bytes(BLOCK_BYTES)
+    return memory
+
+
 def measure(directory: Path, rounds: int) -> list[Figure]:
     """Measure flush and promotion of 256 MiB.
 
@@ -55,29 +74,29 @@ def measure(directory: Path, rounds: int) -> list[Figure]:
     disk = directory / "disk"
     memory = touched(_BLOCKS, BLOCK_BYTES)
     memory[:] = np.random.default_rng(2).integers(0, 256, memory.shape, np.uint8)
-    scratch = touched(_BLOCKS, BLOCK_BYTES)
+    out = touched(_BLOCKS, BLOCK_BYTES)
     options = [
         *("--host-pool", str(2 * _CAPACITY_BLOCKS * BLOCK_BYTES)),
         *("--disk", str(disk), "--disk-capacity", str(_CAPACITY_BLOCKS * BLOCK_BYTES)),
         *("--write-policy", "evict", "--io-threads", str(_IO_THREADS)),
     ]
     flushes, writes, promotions, reads = [], [], [], []
+    huge_writes, huge_reads = [], []
     with contextlib.ExitStack() as stack:
         daemon = stack.enter_context(ChildDaemon(directory, options))
         client = stack.enter_context(connect(daemon.address))
-        raw = RawDisk(_IO_THREADS, scratch)
-        stack.callback(raw.close)
         chains = Chains(client, "bench-disk")
+        chains.ready()
         space = chains.space
 
         def flush() -> tuple[float, int]:
-            before = _groups(client)
+            before = _syncs(client)
             begin = time.perf_counter()
             done = client.flush(_WAIT_S)
             seconds = time.perf_counter() - begin
             if not done.done:
                 raise ChildError(f"flush left {done.skipped} blocks")
-            return seconds, _groups(client) - before
+            return seconds, _syncs(client) - before
 
         def put() -> None:
             keys = chains.next(_BLOCKS)
@@ -87,15 +106,21 @@ def measure(directory: Path, rounds: int) -> list[Figure]:
         for _ in range(_CAPACITY_BLOCKS // _BLOCKS):
             put()
         client.flush(_WAIT_S)
+        space.evict()
+        raw = RawDisk(_IO_THREADS, _pool_memory(client, space, stack))
+        stack.callback(raw.close)
+        raw_huge = RawDisk(_IO_THREADS, pieces(huge(_BLOCKS, BLOCK_BYTES)))
+        stack.callback(raw_huge.close)
         raw.write_seconds(directory / "raw", size, syncs=1)
         for _ in range(rounds):
             space.evict()
             put()
             settle()
-            seconds, groups = flush()
+            seconds, syncs = flush()
             flushes.append(seconds)
             settle()
-            writes.append(raw.write_seconds(directory / "raw", size, syncs=groups))
+            writes.append(raw.write_seconds(directory / "raw", size, syncs=syncs))
+            huge_writes.append(raw_huge.write_seconds(directory / "raw", size, syncs=syncs))
             space.evict(tier="host")
             settle()
             begin = time.perf_counter()
@@ -105,9 +130,12 @@ def measure(directory: Path, rounds: int) -> list[Figure]:
                 raise ChildError(f"promoted {promoted} of {_BLOCKS} blocks")
             settle()
             reads.append(raw.read_seconds(_segment_files(disk, size)))
-        if space.get(chains.last, scratch) != _BLOCKS or not np.array_equal(scratch, memory):
+            huge_reads.append(raw_huge.read_seconds(_segment_files(disk, size)))
+        if space.get(chains.last, out) != _BLOCKS or not np.array_equal(out, memory):
             raise ChildError("what came back from disk is not what was stored")
     return [
         rate("host to disk, synced", size, flushes, writes, "O_DIRECT writes", target=0.8),
         rate("disk to host, with digest", size, promotions, reads, "O_DIRECT reads", target=0.8),
+        rate("O_DIRECT writes from huge pages", size, huge_writes),
+        rate("O_DIRECT reads into huge pages", size, huge_reads),
     ]

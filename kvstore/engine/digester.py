@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["Digester"]
 
 _BATCH: Final = 16
+_LULL_SECONDS: Final = 0.02
+_LULL_TRIES: Final = 5
 
 Views = tuple[tuple[memoryview, ...], tuple[int, ...]]
 
@@ -43,6 +45,7 @@ class Digester:
         self._host = host
         self._executor = executor
         self._queue: deque[Block] = deque()
+        self._added = 0
         self._working = False
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -65,7 +68,21 @@ class Digester:
     def add(self, block: Block) -> None:
         """Queue a freshly committed block."""
         self._queue.append(block)
+        self._added += 1
         self._work.set()
+
+    async def _lull(self) -> None:
+        """Wait until commits pause, though not for long.
+
+        Whoever commits is probably copying its next blocks: hashing at the same time takes memory
+        bandwidth from somebody who waits, and nobody waits for digests but the flusher, which
+        computes what it misses.
+        """
+        for _ in range(_LULL_TRIES):
+            before = self._added
+            await asyncio.sleep(_LULL_SECONDS)
+            if self._added == before:
+                return
 
     async def digest(self, blocks: Sequence[Block]) -> None:
         """Compute the digests that are missing; the caller holds the host copies.
@@ -88,6 +105,7 @@ class Digester:
             if not self._queue:
                 self._work.clear()
                 await self._work.wait()
+                await self._lull()
             batch: list[Block] = []
             while self._queue and len(batch) < _BATCH:
                 block = self._queue.popleft()

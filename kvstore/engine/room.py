@@ -129,7 +129,8 @@ class HostRoom:
             if not slots and not growing and not host.allocating and older_than is None:
                 self._reclaim_group(shape)
         total = sum(g.slots for g in host.groups() if g.shape == shape)
-        host.want(shape, max(2 * count, total // 8))
+        # Taking memory from the system is slower than filling it: stay half the pool ahead.
+        host.want(shape, max(2 * count, total // 2))
         if older_than is None:
             # Otherwise what is prefetched would push out itself, a little at a time.
             self._schedule_ahead(shape)

@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -46,6 +47,9 @@ from kvstore.units import format_bytes
 from kvstore.wire import server_options
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.address import Address
     from kvstore.config import ServeConfig
 
 __all__ = ["serve"]
@@ -140,31 +144,40 @@ def _build(config: ServeConfig, store: MetaStore, pool: Path) -> Engine:
     )
 
 
-def _ready_line(config: ServeConfig, engine: Engine, boot_id: bytes) -> str:
+def _ready_line(
+    config: ServeConfig, bound: Sequence[Address], engine: Engine, boot_id: bytes
+) -> str:
     disk = "none"
     if engine.disk is not None:
         capacity = format_bytes(engine.disk.usage().capacity_bytes).replace(" ", "")
         disk = f"{capacity}:{engine.recovered_blocks}blocks:{engine.disk.io_engine}"
-    listen = ",".join(str(address) for address in config.listen)
+    listen = ",".join(str(address) for address in bound)
     host = format_bytes(config.host_pool).replace(" ", "")
     return f"kvstore ready listen={listen} boot_id={boot_id.hex()} host={host} disk={disk} gpu=none"
 
 
-async def _bind(server: aio.Server, config: ServeConfig, boot_name: str) -> list[BootSocket]:
+async def _bind(
+    server: aio.Server, config: ServeConfig, boot_name: str
+) -> tuple[list[BootSocket], list[Address]]:
+    """Bind every address; return the sockets to publish and the addresses as bound."""
     sockets: list[BootSocket] = []
+    bound: list[Address] = []
     for address in config.listen:
         try:
             if address.local:
                 socket = BootSocket(address, boot_name)
                 server.add_insecure_port(socket.target)
                 sockets.append(socket)
+                bound.append(address)
             else:
-                server.add_insecure_port(str(address))
+                # Port 0 asks for any free one.
+                port = server.add_insecure_port(str(address))
+                bound.append(replace(address, port=port))
         except RuntimeError as error:
             for other in sockets:
                 other.remove()
             raise ConfigError(f"listen: cannot bind {address}") from error
-    return sockets
+    return sockets, bound
 
 
 async def _run(config: ServeConfig, store: MetaStore, pool: Path, boot_id: bytes) -> None:
@@ -209,7 +222,7 @@ async def _run(config: ServeConfig, store: MetaStore, pool: Path, boot_id: bytes
     sockets: list[BootSocket] = []
     metrics = contextlib.ExitStack()
     try:
-        sockets = await _bind(server, config, boot_id.hex()[:12])
+        sockets, bound = await _bind(server, config, boot_id.hex()[:12])
         if config.metrics is not None:
             metrics.enter_context(serve_metrics(engine, config.metrics))
         await server.start()
@@ -217,7 +230,7 @@ async def _run(config: ServeConfig, store: MetaStore, pool: Path, boot_id: bytes
             await checker.set(name, health_pb2.HealthCheckResponse.SERVING)
         for socket in sockets:
             socket.publish()
-        print(_ready_line(config, engine, boot_id), flush=True)
+        print(_ready_line(config, bound, engine, boot_id), flush=True)
         reason = await stop
         log.info("%s: stopping", reason)
         begun = time.monotonic()

@@ -131,6 +131,9 @@ class SegmentMaker:
 
     async def _grow(self) -> None:
         """Make segments until nobody wants more or there is no room."""
+        # Two shapes that want more than there is do not take each other's new segments: they
+        # would for ever, before anything is written to one.
+        made: set[int] = set()
         try:
             while self._wanted and not self._closing:
                 # Shapes take turns.
@@ -138,11 +141,12 @@ class SegmentMaker:
                 del self._wanted[shape]
                 if self._segments.free_blocks(shape) >= blocks:
                     continue
-                await self._make_room(shape)
+                await self._make_room(shape, made)
                 count = self._segments.next_segment_blocks(shape)
                 if not count or self._clock() < self._grow_again_at:
                     continue
                 self._wanted.setdefault(shape, blocks)
+                made.add(self._next_id)
                 await self._make(shape, count)
                 self._on_room()
         finally:
@@ -150,10 +154,10 @@ class SegmentMaker:
             self._growing = None
             self._on_room()
 
-    async def _make_room(self, shape: BlockShape) -> None:
-        """Delete empty segments of other shapes until one of this shape fits."""
+    async def _make_room(self, shape: BlockShape, kept: set[int]) -> None:
+        """Delete empty segments of other shapes, not those in `kept`, until one of this fits."""
         while not self._segments.next_segment_blocks(shape):
-            spare = next(iter(self._segments.spare(shape)), None)
+            spare = next((s for s in self._segments.spare(shape) if s.id not in kept), None)
             if spare is not None:
                 self.let_go(spare)
             elif not self._removals:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["Counters", "Timing", "UsageCounts"]
 
 _SAMPLES = 4096
+# Counts travel as uint64: what a client makes up must not make the sums unsendable.
+_MAX_COUNT = (1 << 64) - 1
 
 
 @dataclass(slots=True)
@@ -31,9 +33,10 @@ class UsageCounts:
     stored_bytes: int = 0
 
     def add(self, other: UsageCounts) -> None:
-        """Add another count to this one."""
+        """Add another count to this one; sums end at what the wire can carry."""
         for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+            total = getattr(self, field.name) + getattr(other, field.name)
+            setattr(self, field.name, min(total, _MAX_COUNT))
 
 
 @dataclass(frozen=True, slots=True)

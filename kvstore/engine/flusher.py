@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import deque
 from dataclasses import dataclass, field
@@ -54,6 +55,9 @@ _GROUPS_AT_ONCE: Final = 2
 # What was refused is tried again no sooner; after failures that go on, later and later.
 _RETRY_SECONDS: Final = 2.0
 _LAST_RETRY_SECONDS: Final = 60.0
+# Blocks dealt with in one go of the loop.
+_RETRIED_AT_ONCE: Final = 8192
+_ENQUEUED_AT_ONCE: Final = 2000
 # Slots are made free ahead of need, but never more than this part of the disk.
 _AHEAD_PART: Final = 32
 
@@ -185,8 +189,11 @@ class Flusher:
 
     def retry_refused(self) -> None:
         """Give blocks that were refused another chance (room was made, or the disk is back)."""
-        self._index.disk_room_hint = False
-        refused, self._refused = self._refused, {}
+        # The oldest first; those that are refused again go behind the others.
+        refused = list(itertools.islice(self._refused, _RETRIED_AT_ONCE))
+        self._index.disk_room_hint = len(refused) < len(self._refused)
+        for block in refused:
+            del self._refused[block]
         for block in refused:
             if block.flush is Flush.REFUSED and block.host is not None and not block.dead:
                 self.enqueue(block)
@@ -197,16 +204,18 @@ class Flusher:
         Raises:
             TimeoutError: not all of them were by then.
         """
-        for block in blocks:
+        for i, block in enumerate(blocks):
             if block.disk is None and not block.dead and block.host is not None:
                 self.enqueue(block)
+            if i % _ENQUEUED_AT_ONCE == _ENQUEUED_AT_ONCE - 1:
+                await asyncio.sleep(0)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         waiting = list(blocks)
         while True:
-            waiting = [
-                b for b in waiting if b.flush in (Flush.QUEUED, Flush.WRITING) and not b.dead
-            ]
+            # The last ones are mostly the last to arrive: each block is looked at about once.
+            while waiting and not _is_under_way(waiting[-1]):
+                waiting.pop()
             if not waiting:
                 break
             left = deadline - loop.time()
@@ -482,6 +491,10 @@ class Flusher:
 
 def _group_limit(shape: BlockShape) -> int:
     return max(1, min(_GROUP_BLOCKS, _GROUP_BYTES // shape.block_bytes))
+
+
+def _is_under_way(block: Block) -> bool:
+    return block.flush in (Flush.QUEUED, Flush.WRITING) and not block.dead
 
 
 def _is_back(block: Block) -> bool:

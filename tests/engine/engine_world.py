@@ -157,7 +157,28 @@ class World:
 
     async def settle(self, seconds: float = 10.0) -> None:
         """Wait until nothing moves any more."""
-        await until(lambda: not self._moves(), seconds)
+        try:
+            await until(lambda: not self._moves(), seconds)
+        except AssertionError:
+            print(self.describe())
+            raise
+
+    def describe(self) -> str:
+        """Say what moves."""
+        engine = self.engine
+        flusher, promoter = engine.flusher, engine.promoter
+        lines = [f"host {self.host.usage()} allocating {self.host.allocating}"]
+        lines.append(f"digester {engine.digester.busy} promoter {promoter and promoter._moves}")
+        if self.disk is not None and flusher is not None:
+            lines.append(f"disk {self.disk.usage()} allocating {self.disk.allocating}")
+            lines.append(f"{self.disk.segments()} {self.disk.state} held {engine.index.disk_held}")
+            lines.append(f"queue {list(flusher._queue)} running {flusher._running}")
+            lines.append(f"deletes {flusher._deletes.freeing} writing {flusher._writing}")
+            lines.append(f"refused {list(flusher._refused)} hint {engine.index.disk_room_hint}")
+            lines += [
+                f"room for {s}: {self.disk.room_blocks(s)}" for s in engine.index._host_queues
+            ]
+        return "\n".join(lines)
 
     def _moves(self) -> bool:
         engine = self.engine
@@ -328,8 +349,7 @@ class Player:
                 min(step, len(keys) - at), deadline=deadline, protect=protect, space=space
             )
             if not slots:
-                state = f"{self.engine.host.usage()} {self.engine.host.state}"
-                print(f"put stopped at {at}: {shortage.name}, {state}")
+                print(f"put stopped at {at}: {shortage.name}")
                 break
             part = keys[at : at + len(slots)]
             self.write(slots, part, space=space)

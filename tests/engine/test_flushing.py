@@ -347,6 +347,27 @@ def test_another_block_size_takes_a_segment_of_a_full_disk(make_world: Make) -> 
     make_world(host_blocks=64, disk_blocks=16).run(story)
 
 
+def test_two_block_sizes_on_a_full_disk_do_not_take_each_other_s_new_segments_for_ever(
+    make_world: Make,
+) -> None:
+    async def story(world: World) -> None:
+        wide = await world.engine.open_space(spec_of("wide", (8192,)))
+        disk, small, large = world.disk, world.space.shape, wide.shape
+        disk.want(small, 8)
+        await until(lambda: disk.free_blocks(small) == 8)
+        taken = disk.allocate(small, 6)
+        # As the flusher does: it asks at once, and takes when its turn comes on the loop.
+        disk.on_room = lambda: disk.want(large, 2)
+        disk.want(small, 12)
+        disk.want(large, 2)
+        await until(lambda: not disk.allocating, 3)
+        disk.on_room = lambda: None
+        assert max(number for number, *_ in disk.segments()) < 20
+        disk.free(taken)
+
+    make_world(disk_blocks=16).run(story)
+
+
 def test_a_full_disk_of_pinned_blocks_of_another_size_is_left_alone(make_world: Make) -> None:
     async def story(world: World) -> None:
         player = world.player()

@@ -240,8 +240,10 @@ class Attachments:
         attachment.state = State.GONE
         del self._all[attachment.id]
         log.info("attachment %d (%s) ended: %s", attachment.id, attachment.client, why)
-        self._on_gone(attachment)
-        attachment.outbox.put_nowait(None)
+        try:
+            self._on_gone(attachment)
+        finally:
+            attachment.outbox.put_nowait(None)
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from kvstore.tiers.host import HostTier
 
 __all__ = ["Digester"]
+
+log = logging.getLogger(__name__)
 
 _BATCH: Final = 16
 _LULL_SECONDS: Final = 0.02
@@ -115,6 +118,9 @@ class Digester:
             self._working = True
             try:
                 await self.digest(batch)
+            except Exception:
+                # The boundary of a batch: its blocks get their digests before they are flushed.
+                log.exception("digests failed")
             finally:
                 self._working = False
                 for block in batch:

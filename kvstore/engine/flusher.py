@@ -359,7 +359,9 @@ class Flusher:
         if self._index.disk_held and now - self._stuck_since < _RETRY_SECONDS:
             return
         hint = self._index.disk_room_hint
-        while self._queue and self._queue[0].space.shape == shape:
+        for _ in range(min(len(self._queue), _ENQUEUED_AT_ONCE)):
+            if self._queue[0].space.shape != shape:
+                break
             self._refuse(self._queue.popleft())
         # What these blocks kept on disk are their own ancestors: no room for them.
         self._index.disk_room_hint = hint

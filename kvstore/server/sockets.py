@@ -3,13 +3,15 @@
 gRPC unlinks or takes over a socket path that somebody else still serves, and leaves its file
 behind when killed. So each boot binds a fresh path, and the address that clients know is a
 symlink that is renamed into place only when the boot serves. What dead boots left is removed
-under the state directory's lock.
+under the state directory's lock. Another state's daemon may serve the same address: as long as it
+accepts connections there, the address is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import stat
 import tempfile
 from pathlib import Path
@@ -33,8 +35,8 @@ class BootSocket:
         """Choose the per-boot path and make its directory.
 
         Raises:
-            ConfigError: the directory cannot be made or is not ours, or something else lies at
-                the address.
+            ConfigError: the directory cannot be made or is not ours, something else lies at the
+                address, or somebody serves it.
         """
         self._link = Path(address.path)
         directory = self._link.parent
@@ -49,6 +51,7 @@ class BootSocket:
         ):
             raise ConfigError(f"listen: {directory} can be written by other users")
         self._check_link()
+        self._check_nobody_serves()
         self._remove_dead()
         self.path = directory / f".{self._link.name}.{boot_name}"
         self._own_directory: Path | None = None
@@ -65,6 +68,22 @@ class BootSocket:
             raise ConfigError(f"listen: {self._link}: {error.strerror}") from error
         if not stat.S_ISLNK(mode) and not stat.S_ISSOCK(mode):
             raise ConfigError(f"listen: {self._link} exists and is not a socket")
+
+    def _check_nobody_serves(self) -> None:
+        """Refuse an address whose daemon lives, however busy or stopped it is."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+            try:
+                # Through a descriptor of the directory: the path may be too long for a socket.
+                directory = os.open(self._link.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    probe.connect(f"/proc/self/fd/{directory}/{self._link.name}")
+                finally:
+                    os.close(directory)
+            except BlockingIOError:
+                pass  # its queue of connections is full: it is there
+            except OSError:
+                return
+        raise ConfigError(f"listen: {self._link} is served by another daemon")
 
     def _remove_dead(self) -> None:
         """Remove the sockets of boots that are over; the caller holds the state's lock."""
@@ -83,7 +102,12 @@ class BootSocket:
         return f"unix:{self.path}"
 
     def publish(self) -> None:
-        """Point the address at this boot's socket, atomically."""
+        """Point the address at this boot's socket, atomically.
+
+        Raises:
+            ConfigError: another daemon, started at the same time, was faster.
+        """
+        self._check_nobody_serves()
         self.path.chmod(0o600)
         temporary = self._link.with_name(f".{self._link.name}.link")
         with contextlib.suppress(FileNotFoundError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.wire import status_of
 
 if TYPE_CHECKING:
@@ -31,6 +31,12 @@ def _trace(context: aio.ServicerContext[Any, Any]) -> str:
         if key == "traceparent":
             return str(value)
     return ""
+
+
+def _check_read(request: object) -> None:
+    """Raise the error that stands in for a request that could not be read; see `reading`."""
+    if isinstance(request, InvalidRequest):
+        raise request
 
 
 async def fail(context: aio.ServicerContext[Any, Any], error: Exception, call: str) -> None:
@@ -55,6 +61,7 @@ def answering(
     ) -> _Response:
         begun = time.perf_counter()
         try:
+            _check_read(request)
             return await method(self, request, context)
         except KVStoreError as error:
             await fail(context, error, name)
@@ -82,6 +89,7 @@ def streaming(
         self: _Service, request: _Request, context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[_Response]:
         try:
+            _check_read(request)
             async for response in method(self, request, context):
                 yield response
         except KVStoreError as error:

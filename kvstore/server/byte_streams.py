@@ -7,13 +7,13 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from kvstore.errors import InvalidRequest
-from kvstore.miss import Miss
+from kvstore.miss import Miss, MissReason
 from kvstore.outcomes import CommitOutcome
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.wire import CHUNK_BYTES, miss_to_message, unpack_keys
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
     from kvstore.engine import Engine
     from kvstore.engine.grants import Grant
@@ -60,12 +60,42 @@ class _Incoming:
         self._engine.grants.abort(self._grant, (1 << len(self._views)) - 1)
 
 
-class ByteStreams:
-    """The two byte streams."""
+class _Patience:
+    """Gives up on a client that neither sends nor reads for too long while it holds slots."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Serve an engine."""
+    def __init__(self, seconds: float, give_up: Callable[[], None]) -> None:
+        self._seconds = seconds
+        self._give_up = give_up
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """It is the client's turn."""
+        self.stop()
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._give_up)
+
+    def stop(self) -> None:
+        """The client did something."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class ByteStreams:
+    """The two byte streams.
+
+    What a stream holds comes back when its client is silent for too long, as leases do. Only the
+    daemon touches the slots here, so that it may take them away at any time.
+    """
+
+    def __init__(self, engine: Engine, *, patience_seconds: float) -> None:
+        """Serve an engine.
+
+        Args:
+            engine: started.
+            patience_seconds: how long a client that holds slots may be silent.
+        """
         self._engine = engine
+        self._patience_seconds = patience_seconds
 
     async def put(self, requests: AsyncIterator[pb.PutRequest]) -> pb.PutResponse:
         """Store blocks from a stream; the whole stream is read even when there is no room."""
@@ -81,8 +111,18 @@ class ByteStreams:
         expected = (0, 0)
         incoming: _Incoming | None = None
         refused = False
+
+        def give_up() -> None:
+            nonlocal incoming, refused
+            if incoming is not None:
+                incoming.abort()
+                self._engine.counters.counts["streams_given_up"] += 1
+            incoming, refused = None, True
+
+        patience = _Patience(self._patience_seconds, give_up)
         try:
             async for request in requests:
+                patience.stop()
                 if not request.HasField("chunk"):
                     raise InvalidRequest("part", "one header, then chunks")
                 chunk = request.chunk
@@ -116,7 +156,10 @@ class ByteStreams:
                         parent = keys.parent if chunk.block == 0 else keys[chunk.block - 1]
                         done, incoming = incoming, None
                         refused = not done.commit(keys[chunk.block], parent)
+                if incoming is not None:
+                    patience.start()
         finally:
+            patience.stop()
             if incoming is not None:
                 incoming.abort()
         tiers, _ = self._engine.lookup(space, keys)
@@ -127,9 +170,14 @@ class ByteStreams:
         return parent is None or parent in space.blocks
 
     async def get(
-        self, space: SpaceIndex, keys: Sequence[bytes], deadline_seconds: float
+        self, space: SpaceIndex, epoch: int, keys: Sequence[bytes], deadline_seconds: float
     ) -> AsyncGenerator[pb.GetResponse]:
-        """Stream the leading run; each block's bytes stay in place while they are read."""
+        """Stream the leading run; each block's bytes stay in place while they are read.
+
+        Raises:
+            InvalidRequest: a key is named twice.
+            StaleEpoch: the space's epoch was bumped meanwhile.
+        """
         # What is held while it waits for its turn must leave room for what others wait for.
         share = self._engine.host.usage().capacity_bytes // _POOL_PART
         held_bytes = min(_WINDOW_BYTES, share, self._engine.lease_cap_bytes)
@@ -139,6 +187,8 @@ class ByteStreams:
         while sent < len(keys):
             part = keys[sent : sent + window]
             count = 0
+            # The same keys may name blocks of other weights by now.
+            self._engine.space(space.id, epoch)
             # Closed at once when the client goes away, so that nothing stays held.
             async with aclosing(self._window(space, part, sent, deadline_seconds)) as stream:
                 async for item in stream:
@@ -160,6 +210,12 @@ class ByteStreams:
     ) -> AsyncGenerator[tuple[pb.GetResponse, bool] | Miss]:
         counts = self._engine.counters.counts
         read = self._engine.start_read(space, keys)
+
+        def give_up() -> None:
+            read.close()
+            counts["streams_given_up"] += 1
+
+        patience = _Patience(self._patience_seconds, give_up)
         try:
             for i in range(len(read.run)):
                 if miss := await read.wait(i, deadline_seconds):
@@ -177,12 +233,17 @@ class ByteStreams:
                         data = bytes(view[at : min(at + CHUNK_BYTES, length)])
                         offset += len(data)
                         chunk = pb.Chunk(block=first + i, offset=offset - len(data), data=data)
-                        yield (
-                            pb.GetResponse(chunk=chunk),
-                            offset == space.spec.block_bytes,
-                        )
+                        finished = offset == space.spec.block_bytes
+                        patience.start()
+                        yield pb.GetResponse(chunk=chunk), finished
+                        patience.stop()
+                        if read.closed and not (finished and i + 1 == len(read.run)):
+                            # The views are somebody else's now.
+                            yield Miss(MissReason.LEASE_LOST, "host")
+                            return
                 read.let_go(i)
             if read.miss:
                 yield read.miss
         finally:
+            patience.stop()
             read.close()

@@ -57,7 +57,7 @@ class KVStoreService(rpc.KVStoreServicer):
         self.engine = engine
         self._boot_id = boot_id
         self._attach = AttachStream(engine, heartbeat_ms=heartbeat_ms, ttl_ms=ttl_ms)
-        self._streams = ByteStreams(engine)
+        self._streams = ByteStreams(engine, patience_seconds=ttl_ms / 1e3)
 
     def _space(self, ref: pb.SpaceRef) -> SpaceIndex:
         return self.engine.space(ref.id, ref.epoch)
@@ -87,6 +87,7 @@ class KVStoreService(rpc.KVStoreServicer):
             tiers=[pb.Tier.Name(t) for t in tiers],
         )
 
+    @streaming
     async def Attach(
         self, request_iterator: AsyncIterator[pb.AttachUp], context: Context
     ) -> AsyncIterator[pb.AttachDown]:
@@ -157,6 +158,11 @@ class KVStoreService(rpc.KVStoreServicer):
             raise InvalidRequest("grant_id", "must be a non-zero 63-bit number")
         if not 1 <= request.count <= _MAX_COUNT:
             raise InvalidRequest("count", f"must be within 1 … {_MAX_COUNT}")
+        shards = space.shape.shards
+        if len(request.writers) not in (0, shards):
+            raise InvalidRequest(
+                "writers", f"names {len(request.writers)}, the space has {shards} shards"
+            )
         writers = [self._writer(writer) for writer in request.writers]
         protect = list(unpack_keys(request.protect, space.spec.key_bytes))
         count, present = request.count, 0
@@ -263,7 +269,7 @@ class KVStoreService(rpc.KVStoreServicer):
         space = self._space(request.space)
         keys = self._keys(space, request.keys, may_be_empty=True)
         deadline = min(request.deadline_ms, _MAX_WAIT_MS) / 1e3
-        stream = self._streams.get(space, keys, deadline)
+        stream = self._streams.get(space, request.space.epoch, keys, deadline)
         async with contextlib.aclosing(stream):
             async for message in stream:
                 yield message
@@ -289,6 +295,8 @@ class KVStoreService(rpc.KVStoreServicer):
         keys = self._keys(space, request.keys, may_be_empty=True)
         if request.tier == pb.TIER_GPU:
             raise InvalidRequest("tier", "this daemon has no gpu tier")
+        if request.tier not in (pb.TIER_UNSPECIFIED, pb.TIER_HOST, pb.TIER_DISK):
+            raise InvalidRequest("tier", f"{request.tier} is no tier")
         tier = TierName(request.tier) if request.tier else None
         copies, skipped = await self.engine.removal.evict(space, keys or None, tier)
         return pb.EvictResponse(copies=copies, skipped=skipped)

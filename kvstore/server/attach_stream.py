@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from kvstore.engine.counters import UsageCounts
 from kvstore.engine.events import (
@@ -21,7 +21,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.server.answers import fail
 from kvstore.server.packing import pack_generation_slots
-from kvstore.wire import miss_to_message
+from kvstore.wire import MAX_KEYS, miss_to_message
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 __all__ = ["AttachStream"]
 
 log = logging.getLogger(__name__)
+
+_NAME_CHARS: Final = 200
+
+
+def _printable(name: str) -> str:
+    """Return a client's name as it may stand in a log line."""
+    return "".join(c if c.isprintable() else "?" for c in name[:_NAME_CHARS])
 
 
 class AttachStream:
@@ -56,7 +63,7 @@ class AttachStream:
             return
         attachments = self._engine.attachments
         attachment = attachments.open(
-            first.open.client[:200],
+            _printable(first.open.client),
             first.open.pid,
             mapped=first.open.map_memory,
             shards=frozenset(first.open.shards),
@@ -94,6 +101,9 @@ class AttachStream:
                     case "locked":
                         attachments.locked(attachment)
                     case "heartbeat":
+                        # An empty one is two bytes of a message and a microsecond of the loop.
+                        if len(message.heartbeat.usage) > MAX_KEYS:
+                            raise InvalidRequest("usage", f"names more than {MAX_KEYS} spaces")
                         for usage in message.heartbeat.usage:
                             self._report(usage)
                     case "unmapped":

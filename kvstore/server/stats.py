@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import kvstore
 from kvstore.engine.attachments import State
@@ -13,10 +14,32 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.wire import spec_to_message
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvstore.engine import Engine
     from kvstore.index import SpaceIndex
 
 __all__ = ["space_infos", "stats_message"]
+
+
+# Every part of a picture must fit one message, however many spaces and clients there are.
+_MAX_SPACES: Final = 2048
+_SPACES_BYTES: Final = 2 << 20
+_CLIENTS_BYTES: Final = 1 << 20
+
+_Item = TypeVar("_Item", pb.SpaceInfo, pb.ClientStats)
+
+
+def _fitting(messages: Iterable[_Item], limit_bytes: int) -> list[_Item]:
+    """Return as many leading messages as fit."""
+    taken: list[_Item] = []
+    for message in messages:
+        # Tag and length come on top.
+        limit_bytes -= message.ByteSize() + 6
+        if limit_bytes < 0:
+            break
+        taken.append(message)
+    return taken
 
 
 def _usage(counts: UsageCounts) -> pb.Usage:
@@ -24,7 +47,10 @@ def _usage(counts: UsageCounts) -> pb.Usage:
 
 
 def space_infos(engine: Engine) -> list[pb.SpaceInfo]:
-    """Return one entry per space."""
+    """Return one entry per space; of too many for a message, those with the most blocks."""
+    spaces = list(engine.index.spaces.values())
+    if len(spaces) > _MAX_SPACES:
+        spaces = heapq.nlargest(_MAX_SPACES, spaces, key=lambda space: len(space.blocks))
     pinned = engine.pins.counts()
 
     def info(space: SpaceIndex) -> pb.SpaceInfo:
@@ -38,7 +64,12 @@ def space_infos(engine: Engine) -> list[pb.SpaceInfo]:
             usage=_usage(engine.usage.get(space.id, UsageCounts())),
         )
 
-    return [info(space) for space in engine.index.spaces.values()]
+    infos = [info(space) for space in spaces]
+    fitting = _fitting(infos, _SPACES_BYTES)
+    if len(fitting) < len(infos):
+        infos.sort(key=lambda listed: -listed.blocks)
+        fitting = _fitting(infos, _SPACES_BYTES)
+    return fitting
 
 
 def _tiers(engine: Engine) -> list[pb.TierStats]:
@@ -117,8 +148,8 @@ def stats_message(engine: Engine, boot_id: bytes, started: float) -> pb.StatsRes
         uptime_seconds=time.monotonic() - started,
         tiers=_tiers(engine),
         spaces=space_infos(engine),
-        clients=clients,
-        counters=dict(engine.counters.counts),
+        clients=_fitting(clients, _CLIENTS_BYTES),
+        counters={**engine.counters.counts, "spaces": len(engine.index.spaces)},
         misses_blocks=dict(engine.counters.miss_blocks),
         misses_tokens=dict(engine.counters.miss_tokens),
         timings=[

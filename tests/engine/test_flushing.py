@@ -10,6 +10,7 @@ import pytest
 from engine_invariants import check
 from engine_world import World, chain, spec_of, until
 
+from kvstore.engine import disk_room
 from kvstore.index import Flush
 from kvstore.index.lmdb_store import MetaStore, StoreDamaged
 from kvstore.index.records import BlockRecord
@@ -105,7 +106,13 @@ def test_a_slot_is_not_used_again_before_the_delete_of_its_record_is_durable(
     make_world(host_blocks=12, disk_blocks=16, store_class=Watched, wrap=Honest).run(story)
 
 
-def test_a_key_that_leaves_and_comes_back_keeps_its_new_record(make_world: Make) -> None:
+@pytest.mark.parametrize("deletes_at_once", [1, 4096])
+def test_a_key_that_leaves_and_comes_back_keeps_its_new_record(
+    make_world: Make, monkeypatch: pytest.MonkeyPatch, deletes_at_once: int
+) -> None:
+    # With one a transaction the new record is durable before the delete of the old one.
+    monkeypatch.setattr(disk_room, "_DELETES_AT_ONCE", deletes_at_once)
+
     async def story(world: World) -> None:
         world.disk.store = world.store
         player = world.player()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from grpc import aio
 
-__all__ = ["answering", "fail", "streaming"]
+__all__ = ["answering", "fail", "has_left", "streaming"]
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,18 @@ def _check_read(request: object) -> None:
         raise request
 
 
+def has_left(error: BaseException | None) -> bool:
+    """Return whether gRPC raised this because a call's client is gone."""
+    # By name: the class lives in a private module.
+    return type(error).__name__ == "ExecuteBatchError"
+
+
 async def fail(context: aio.ServicerContext[Any, Any], error: Exception, call: str) -> None:
-    """End a call with the status that an error means."""
+    """End a call with the status that an error means.
+
+    Raises:
+        AbortError: it ends the handler; or what `has_left` knows, when nobody is there to be told.
+    """
     code, message, metadata = status_of(error)
     if code is grpc.StatusCode.INTERNAL:
         log.error("%s failed %s", call, _trace(context), exc_info=error)
@@ -68,7 +78,7 @@ def answering(
             raise
         except Exception as error:
             # The RPC boundary: whatever else goes wrong is logged once and fails this call only.
-            if isinstance(error, grpc.aio.AbortError):
+            if isinstance(error, grpc.aio.AbortError) or has_left(error):
                 raise
             await fail(context, error, name)
             raise
@@ -96,7 +106,7 @@ def streaming(
             await fail(context, error, name)
         except Exception as error:
             # The RPC boundary, as above.
-            if isinstance(error, grpc.aio.AbortError):
+            if isinstance(error, grpc.aio.AbortError) or has_left(error):
                 raise
             await fail(context, error, name)
 

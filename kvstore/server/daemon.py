@@ -37,6 +37,7 @@ from kvstore.index.lmdb_store import MetaStore
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc as rpc
 from kvstore.server.admin_service import AdminService
+from kvstore.server.answers import has_left
 from kvstore.server.kv_service import KVStoreService
 from kvstore.server.metrics import serve_metrics
 from kvstore.server.reading import CarefulServer
@@ -87,8 +88,7 @@ class _JsonFormatter(logging.Formatter):
 
 def _demote_departures(record: logging.LogRecord) -> bool:
     """Let gRPC mention a client that left during a call, but not as an error with a traceback."""
-    # By name: the class lives in a private module.
-    if record.exc_info and type(record.exc_info[1]).__name__ == "ExecuteBatchError":
+    if record.exc_info and has_left(record.exc_info[1]):
         record.exc_info = None
         record.levelno, record.levelname = logging.DEBUG, "DEBUG"
         return logging.getLogger().isEnabledFor(logging.DEBUG)

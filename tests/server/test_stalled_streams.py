@@ -169,3 +169,30 @@ def test_bumps_during_puts_store_nothing_under_the_old_epoch(
         space = bumped
     assert server.stats().granted_slots == 0
     assert server.put(space, keys, 65536) == 64
+
+
+def test_clients_that_leave_while_they_are_refused_leave_no_traceback(
+    raw: Callable[..., Raw], until: Callable[..., None]
+) -> None:
+    server = raw()
+    space = server.open()
+    first = pb.AttachUp(open=pb.AttachOpen(map_memory=True))
+    for i in range(60):
+        connection = server.again()
+        kv = connection.kv
+        calls = [
+            kv.Attach(iter([pb.AttachUp()])),
+            kv.Attach(iter([first, pb.AttachUp(locked=pb.AttachLocked())])),
+            kv.Put.future(iter([pb.PutRequest()])),
+            kv.Get(pb.GetRequest(space=space, keys=b"?")),
+            kv.Acquire.future(pb.AcquireRequest(space=space, keys=b"?")),
+        ]
+        # Some are cancelled before, some after the daemon has begun to answer.
+        threading.Event().wait(0.0005 * (i % 10))
+        for call in calls:
+            call.cancel()
+        connection.close()
+    until(lambda: not server.stats().clients)
+    log = server.daemon.log.read_text()
+    assert "Traceback" not in log
+    assert " ERROR " not in log

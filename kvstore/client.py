@@ -424,7 +424,20 @@ class Client:
     def verify(
         self, fraction: float = 1.0, bytes_per_second: int = 0
     ) -> Iterator[pb.VerifyResponse]:
-        """Check blocks on disk against their digests; yields progress."""
+        """Check blocks on disk against their digests; yields progress.
+
+        Breaking off the iteration ends the check.
+
+        Args:
+            fraction: of the blocks, above 0 and at most 1, chosen at random.
+            bytes_per_second: at most; 0: no limit.
+
+        Raises:
+            InvalidRequest: the fraction is none, or the daemon has no disk tier.
+            Busy: a check is under way.
+        """
+        if not 0 < fraction <= 1:
+            raise InvalidRequest("fraction", f"{fraction:g} is not above 0 and at most 1")
         request = pb.VerifyRequest(fraction=fraction, bytes_per_second=bytes_per_second)
         return self.link.stream("Verify", request, None)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 __all__ = [
     "AttachmentLost",
+    "Busy",
     "ClientClosed",
     "ConfigError",
     "CorruptBlock",
@@ -76,6 +77,10 @@ class ServerUnavailable(KVStoreError):
 
 class DeadlineExceeded(KVStoreError):
     """The call's deadline passed before the daemon answered."""
+
+
+class Busy(KVStoreError):
+    """The daemon is doing the same already, and does it once at a time; nothing was changed."""
 
 
 class NotImplementedByServer(KVStoreError):

@@ -253,6 +253,7 @@ ERRORS: Final[dict[type[KVStoreError], grpc.StatusCode]] = {
     errors.UnknownSpace: grpc.StatusCode.NOT_FOUND,
     errors.StaleEpoch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.AttachmentLost: grpc.StatusCode.ABORTED,
+    errors.Busy: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LeaseLost: grpc.StatusCode.ABORTED,
     errors.TierFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.TierUnavailable: grpc.StatusCode.UNAVAILABLE,

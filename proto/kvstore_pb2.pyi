@@ -725,18 +725,24 @@ class DrainResponse(_message.Message):
     def __init__(self, done: bool = ..., grants: _Optional[int] = ...) -> None: ...
 
 class SetCapacityRequest(_message.Message):
-    __slots__ = ("tier", "bytes")
+    __slots__ = ("tier", "bytes", "deadline_ms")
     TIER_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     tier: Tier
     bytes: int
-    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., bytes: _Optional[int] = ...) -> None: ...
+    deadline_ms: int
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., bytes: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class SetCapacityResponse(_message.Message):
-    __slots__ = ("bytes",)
+    __slots__ = ("bytes", "done", "evicted")
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
     bytes: int
-    def __init__(self, bytes: _Optional[int] = ...) -> None: ...
+    done: bool
+    evicted: int
+    def __init__(self, bytes: _Optional[int] = ..., done: bool = ..., evicted: _Optional[int] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("fraction", "bytes_per_second")
@@ -747,14 +753,44 @@ class VerifyRequest(_message.Message):
     def __init__(self, fraction: _Optional[float] = ..., bytes_per_second: _Optional[int] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("checked", "damaged", "done")
+    __slots__ = ("checked", "damaged", "done", "total", "bytes", "unreadable", "gone", "dropped", "lost", "faults")
     CHECKED_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNREADABLE_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    FAULTS_FIELD_NUMBER: _ClassVar[int]
     checked: int
     damaged: int
     done: bool
-    def __init__(self, checked: _Optional[int] = ..., damaged: _Optional[int] = ..., done: bool = ...) -> None: ...
+    total: int
+    bytes: int
+    unreadable: int
+    gone: int
+    dropped: int
+    lost: int
+    faults: _containers.RepeatedCompositeFieldContainer[BlockFault]
+    def __init__(self, checked: _Optional[int] = ..., damaged: _Optional[int] = ..., done: bool = ..., total: _Optional[int] = ..., bytes: _Optional[int] = ..., unreadable: _Optional[int] = ..., gone: _Optional[int] = ..., dropped: _Optional[int] = ..., lost: _Optional[int] = ..., faults: _Optional[_Iterable[_Union[BlockFault, _Mapping]]] = ...) -> None: ...
+
+class BlockFault(_message.Message):
+    __slots__ = ("space_id", "key", "segment", "slot", "problem", "kept")
+    SPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    space_id: bytes
+    key: bytes
+    segment: int
+    slot: int
+    problem: str
+    kept: bool
+    def __init__(self, space_id: _Optional[bytes] = ..., key: _Optional[bytes] = ..., segment: _Optional[int] = ..., slot: _Optional[int] = ..., problem: _Optional[str] = ..., kept: bool = ...) -> None: ...
 
 class DoctorRequest(_message.Message):
     __slots__ = ()

@@ -939,7 +939,11 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetCapacity(self, request, context):
-        """Grows or shrinks a tier while serving.
+        """Grows or shrinks a tier while serving. A size that the machine cannot give is refused
+        (ConfigError), nothing changed. A smaller limit holds at once: the coldest blocks that do not
+        fit leave, and what they lay in is given back. What is in use stays until it is not; at the
+        deadline the call answers how far it got, and the daemon goes on by itself. A later call
+        replaces an earlier one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -954,7 +958,9 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """Checks blocks on disk against their digests.
+        """Checks blocks on disk against their digests, behind all other work. A damaged copy is dropped
+        with those below it on disk; what host memory holds is written again. One at a time (Busy);
+        ending the call ends the check.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

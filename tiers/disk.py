@@ -397,6 +397,11 @@ class DiskTier(Tier):
         used = self._group(group).used
         return [Slot(group, index) for index, taken in enumerate(used) if taken]
 
+    def broken(self, group: int) -> str:
+        """Return why a segment's file cannot be used any more; empty while it can, or is gone."""
+        segment = self._segments.get(group)
+        return "" if segment is None else segment.broken
+
     def retire(self, group: int) -> None:
         """Allocate no more from a segment, so that it can be emptied and removed. Idempotent.
 

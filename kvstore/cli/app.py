@@ -16,7 +16,7 @@ from typing import Annotated, Final
 import typer
 
 from kvstore import __version__
-from kvstore.cli import admin, blocks, doctor, serve, stats
+from kvstore.cli import admin, blocks, doctor, serve, stats, verify
 from kvstore.cli.bench import command as bench
 from kvstore.cli.demo import command as demo
 from kvstore.errors import KVStoreError
@@ -40,6 +40,7 @@ for _register in (
     stats.register,
     blocks.register,
     admin.register,
+    verify.register,
     doctor.register,
     demo.register,
     bench.register,

@@ -27,6 +27,7 @@ from kvstore.engine.recovery import recover
 from kvstore.engine.removal import Removal
 from kvstore.engine.reservations import Reservations
 from kvstore.engine.room import HostRoom
+from kvstore.engine.scrubber import Scrubber
 from kvstore.engine.store_thread import StoreThread
 from kvstore.engine.tickets import Tickets
 from kvstore.errors import InvalidRequest, StaleEpoch, UnknownSpace
@@ -60,6 +61,7 @@ class Engine:
         grants, leases: what they may write and read.
         reservations: who gets slots to write.
         removal: blocks that go other than for room.
+        scrubber: checks what is on disk; None without a disk.
         counters: what happened.
         usage: what clients report, by space id.
     """
@@ -105,6 +107,7 @@ class Engine:
         )
         self.flusher: Flusher | None = None
         self.promoter: Promoter | None = None
+        self.scrubber: Scrubber | None = None
         self.tickets = Tickets(self.index, self.leases)
         self.pins = Pins(self.index, self._store_thread)
         self._housekeeper = Housekeeper(self.index, self.pins, self.tickets)
@@ -196,10 +199,34 @@ class Engine:
         self.tickets.promoter = self.promoter
         self._housekeeper.disk = disk
         self._housekeeper.flusher = self.flusher
+        self.scrubber = Scrubber(
+            self.index,
+            self.host,
+            disk,
+            self.removal,
+            self.counters,
+            self._digest_threads,
+            busy=self._disk_is_busy,
+            on_released=self._released,
+        )
+
+    def _disk_is_busy(self) -> bool:
+        """Return whether loads or flushes need the disk now."""
+        assert self.promoter is not None
+        assert self.flusher is not None
+        return bool(len(self.promoter)) or self.flusher.busy
+
+    def _released(self) -> None:
+        """Copies that were only looked at may leave again."""
+        self._notify()
+        if self.flusher is not None:
+            self.flusher.wake()
 
     async def quiesce(self, flush_timeout: float) -> None:
         """Before a stop: grant nothing more, and flush what there is time for."""
         self.reservations.closed = True
+        if self.scrubber is not None:
+            await self.scrubber.stop()
         try:
             _, skipped = await self.flush(flush_timeout)
             if skipped:
@@ -215,6 +242,8 @@ class Engine:
     async def close(self) -> None:
         """Close everything, after `farewell` if there was time for it."""
         await self.farewell("closed")
+        if self.scrubber is not None:
+            await self.scrubber.stop()
         await self.removal.stop()
         await self.digester.stop()
         if self.promoter is not None:

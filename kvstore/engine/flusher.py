@@ -178,6 +178,20 @@ class Flusher:
         else:
             self.enqueue(block)
 
+    def again(self, blocks: Sequence[Block]) -> None:
+        """Write blocks again whose copies on disk were lost: before those queued below them.
+
+        Args:
+            blocks: parents first; what the first ones hang on is on disk.
+        """
+        for block in reversed(blocks):
+            self._refused.pop(block, None)
+            block.flush = Flush.QUEUED
+            if block.parent is not None:
+                block.parent.queued_children += 1
+            self._queue.appendleft(block)
+        self._work.set()
+
     def deleted(self, block: Block, slot: Slot) -> None:
         """A block left the disk: delete its record, then reuse its slot."""
         self._deletes.add(block, slot)
@@ -431,6 +445,10 @@ class Flusher:
             if record is None:
                 self._refuse(block)
                 self._disk.free([slot])
+                parent = block.parent
+                if parent is not None and parent.flush in (Flush.QUEUED, Flush.WRITING):
+                    # The parent's copy was lost meanwhile and is on its way again: after it.
+                    self.enqueue(block)
             elif not ok:
                 # Its record may be durable all the same: it is deleted before the slot is used.
                 self._refuse(block)

@@ -107,6 +107,39 @@ class Removal:
         if self.flusher is not None:
             self.flusher.wake()
 
+    def damaged_on_disk(self, block: Block, *, kept: bool) -> tuple[int, int]:
+        """A block's copy on disk is damaged: it goes, and the copies of those below it there.
+
+        What host memory holds without a gap stays, and goes to disk again.
+
+        Args:
+            block: is on disk.
+            kept: its host copy is whole.
+
+        Returns:
+            disk copies dropped, and blocks that are in no tier any more.
+        """
+        self._counters.counts["corrupt_blocks"] += 1
+        log.error("block %s of space %s is damaged", block.key.hex(), block.space.id.hex()[:12])
+        below = self._index.descendants([block])
+        staying = {block} if kept and block.host is not None and not block.disk_refs else set()
+        for child in below:
+            if child.parent in staying and child.host is not None and not child.disk_refs:
+                staying.add(child)
+        dropped = 0
+        again: list[Block] = []
+        for gone in (*reversed(below), block):
+            dropped += gone.disk is not None
+            if gone not in staying:
+                self._index.discard(gone, "corrupt", TierName.DISK)
+                self._pins.forget(gone)
+            elif gone.disk is not None:
+                self._index.drop_disk(gone)
+                again.append(gone)
+        if self.flusher is not None:
+            self.flusher.again(again[::-1])
+        return dropped, 1 + len(below) - len(staying)
+
     async def bump_epoch(self, space: SpaceIndex) -> int:
         """Make every block of the space unreachable, durably; return the new epoch.
 

@@ -6,12 +6,13 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import NotImplementedByServer
+from kvstore.errors import InvalidRequest, NotImplementedByServer
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc as rpc
-from kvstore.server.answers import answering, fail, streaming
+from kvstore.server.answers import answering, streaming
 from kvstore.server.doctor import Doctor
 from kvstore.server.stats import space_infos, stats_message
+from kvstore.server.verify import verify_message
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -28,6 +29,7 @@ __all__ = ["AdminService"]
 _LISTED = 1000
 _DEFAULT_WAIT_MS = 3_600_000
 _MIN_INTERVAL_MS = 100
+_PROGRESS_SECONDS = 0.25
 
 
 class AdminService(rpc.AdminServicer):
@@ -101,11 +103,21 @@ class AdminService(rpc.AdminServicer):
     async def Verify(
         self, request: pb.VerifyRequest, context: Context
     ) -> AsyncIterator[pb.VerifyResponse]:
-        """Not there yet."""
-        await fail(
-            context, NotImplementedByServer("Verify is not implemented by this daemon"), "verify"
-        )
-        yield pb.VerifyResponse()
+        """Check what is on disk; the check ends with the call."""
+        scrubber = self.engine.scrubber
+        if scrubber is None:
+            raise InvalidRequest("verify", "this daemon has no disk tier")
+        scrub = scrubber.begin(request.fraction or 1.0, request.bytes_per_second)
+        # However the call ends: a generator that nobody asks for more is closed late, if ever.
+        context.add_done_callback(lambda _: scrub.cancel())  # type: ignore[arg-type] # the stubs'
+        over = False
+        while not over:
+            await scrub.wait(_PROGRESS_SECONDS)
+            faults = scrub.take_faults(_LISTED)
+            over = scrub.over and len(faults) < _LISTED
+            if over and scrub.error is not None:
+                raise scrub.error
+            yield verify_message(scrub, faults, done=over and scrub.done)
 
     @answering
     async def Doctor(self, request: pb.DoctorRequest, context: Context) -> pb.DoctorResponse:

@@ -136,6 +136,7 @@ EXAMPLES: list[errors.KVStoreError] = [
     errors.UnknownSpace("open it again"),
     errors.StaleEpoch("epoch 3 is over"),
     errors.AttachmentLost("attach again"),
+    errors.Busy("it is under way"),
     errors.LeaseLost("gone"),
     errors.TierFull("host", "no slot", 28),
     errors.TierUnavailable("disk", "it fails: EIO", 5),

@@ -211,6 +211,12 @@ class BlockIndex:
         if block.parent is not None:
             self.offer(block.parent)
 
+    def move_host(self, block: Block, slot: Slot) -> None:
+        """The block's bytes are in another host slot now; nobody uses the old one."""
+        old, block.host = block.host, slot
+        assert old is not None
+        self._free_host(old)
+
     def hold_host(self, block: Block) -> None:
         """Keep the host copy where it is until `release_host`."""
         self.host_held += 1

@@ -405,11 +405,33 @@ class Client:
         answer = self.link.call("ListSpaces", pb.ListSpacesRequest(), self.timeout_s)
         return list(answer.spaces)
 
-    def set_capacity(self, tier: str, capacity_bytes: int) -> int:
-        """Grow or shrink a tier while it serves; return its capacity in bytes now."""
-        request = pb.SetCapacityRequest(tier=tier_value(tier), bytes=capacity_bytes)
-        answer = self.link.call("SetCapacity", request, self.timeout_s)
-        return int(answer.bytes)
+    def set_capacity(
+        self, tier: str, capacity_bytes: int, timeout_s: float = 60.0
+    ) -> pb.SetCapacityResponse:
+        """Grow or shrink a tier while it serves, until the daemon restarts.
+
+        Args:
+            tier: ``host`` or ``disk``.
+            capacity_bytes: what it may take.
+            timeout_s: how long to wait for what has to leave; the daemon goes on by itself.
+
+        Returns:
+            `bytes`: what the tier keeps to by now, more than asked for until `done`.
+
+        Raises:
+            ConfigError: the machine cannot give that much; nothing was changed.
+        """
+        if not 0 < capacity_bytes < 1 << 63:
+            raise InvalidRequest("capacity_bytes", f"{capacity_bytes} is no size")
+        request = pb.SetCapacityRequest(
+            tier=tier_value(tier),
+            bytes=capacity_bytes,
+            deadline_ms=max(1, milliseconds(timeout_s)),
+        )
+        answer: pb.SetCapacityResponse = self.link.call(
+            "SetCapacity", request, timeout_s + self.timeout_s
+        )
+        return answer
 
     def flush(self, timeout_s: float = 60.0) -> pb.FlushResponse:
         """Make everything that was committed before durable on disk.

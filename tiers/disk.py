@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,7 @@ from kvstore.tiers.posix_engine import PosixEngine
 from kvstore.tiers.segment import Segment
 from kvstore.tiers.segment_maker import SegmentMaker
 from kvstore.tiers.segment_set import SegmentSet
-from kvstore.units import PAGE_BYTES
+from kvstore.units import PAGE_BYTES, format_bytes
 
 __all__ = ["DiskTier"]
 
@@ -247,6 +248,25 @@ class DiskTier(Tier):
         self._segments.capacity_bytes = capacity_bytes
         maker.drop_excess()
 
+    def check_room(self, capacity_bytes: int) -> None:
+        """Check that the file system could hold so much. Blocks; any thread.
+
+        Raises:
+            ConfigError: it could not, or the directory does not answer.
+        """
+        _check_capacity(capacity_bytes)
+        try:
+            stat = os.statvfs(self._path)
+        except OSError as error:
+            raise ConfigError(f"disk directory {self._path}: {error.strerror}") from error
+        free = stat.f_bavail * stat.f_frsize
+        taken = self._segments.allocated_bytes
+        if capacity_bytes > taken + free:
+            raise ConfigError(
+                f"disk capacity {format_bytes(capacity_bytes)} is not possible: "
+                f"{format_bytes(taken)} taken, {format_bytes(free)} free in {self._path}"
+            )
+
     def free_blocks(self, shape: BlockShape) -> int:
         """Return how many blocks `allocate` could give now, from segments that are ready."""
         return self._segments.free_blocks(shape)
@@ -274,6 +294,24 @@ class DiskTier(Tier):
         """Take up to ``count`` slots, adjacent ones where possible."""
         self._opened()
         return self._segments.allocate(shape, count)
+
+    def relocate(self, shape: BlockShape, count: int) -> list[Slot]:
+        """Take up to ``count`` slots for blocks that leave a retired segment.
+
+        Beyond the capacity for as long as they have two: it may have been lowered to what is used.
+        """
+        self._opened()
+        return self._segments.allocate(shape, count, beyond=True)
+
+    def spare_slots(self, shape: BlockShape) -> int:
+        """Return how many slots `relocate` could give."""
+        return self._segments.spare_slots(shape)
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of segments that are retired or being deleted."""
+        deleted = 0 if self._maker is None else self._maker.leaving_bytes
+        return deleted + sum(s.data_bytes for s in self._segments if s.retired)
 
     def free(self, slots: Sequence[Slot]) -> None:
         """Give slots back; they may be allocated again at once.
@@ -411,6 +449,14 @@ class DiskTier(Tier):
         segment = self._group(group)
         self._segments.withdraw(segment)
         segment.retired = True
+
+    def readmit(self, group: int) -> None:
+        """Allocate from a retired segment again.
+
+        Raises:
+            ValueError: there is no such segment.
+        """
+        self._segments.readmit(self._group(group))
 
     def remove(self, group: int) -> None:
         """Delete a retired, empty segment; `on_room` is called when its bytes are free.

@@ -181,6 +181,21 @@ class HostTier(Tier):
             check_capacity(self._directory, capacity_bytes, self._allocated_bytes)
         self._capacity_bytes = capacity_bytes
 
+    @property
+    def capacity_bytes(self) -> int:
+        """The limit, as configured or last changed."""
+        return self._capacity_bytes
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes that groups take beyond the capacity, after it was lowered."""
+        return max(0, self._allocated_bytes - self._capacity_bytes)
+
+    @property
+    def retired_bytes(self) -> int:
+        """Bytes of retired groups that are not removed yet."""
+        return sum(g.info.capacity_bytes for g in self._groups.values() if g.retired)
+
     def groups(self) -> list[SlabGroup]:
         """Return the groups in service: ready and not retired."""
         return [group.info for group in self._groups.values() if not group.retired]
@@ -323,10 +338,22 @@ class HostTier(Tier):
         Groups are filled one after the other, so that others run empty and can be retired. No
         generation is ever seen twice for a slot; the first is 1.
         """
-        ready = self._ready.get(shape)
-        if not ready or count <= 0:
-            return []
-        left = min(count, (self._capacity_bytes - self._used_bytes) // shape.block_bytes)
+        within = (self._capacity_bytes - self._used_bytes) // shape.block_bytes
+        return self._take(shape, min(count, within))
+
+    def relocate(self, shape: BlockShape, count: int) -> list[Slot]:
+        """Take up to `count` slots of ready groups for blocks that leave a retired one.
+
+        Beyond the capacity for as long as they have two: it may have been lowered to what is used.
+        """
+        return self._take(shape, count)
+
+    def spare_slots(self, shape: BlockShape) -> int:
+        """Return how many slots `relocate` could give."""
+        return sum(group.free_count for group in self._ready.get(shape, {}).values())
+
+    def _take(self, shape: BlockShape, left: int) -> list[Slot]:
+        ready = self._ready.get(shape, {})
         slots: list[Slot] = []
         while left > 0 and ready:
             number, group = next(iter(ready.items()))
@@ -406,6 +433,17 @@ class HostTier(Tier):
         leaving = self._group(group)
         leaving.retired = True
         self._ready.get(leaving.info.shape, {}).pop(group, None)
+
+    def readmit(self, group: int) -> None:
+        """Take a retired group into service again; nobody was told to unmap it.
+
+        Raises:
+            ValueError: there is no such group.
+        """
+        coming = self._group(group)
+        coming.retired = False
+        if coming.free_count:
+            self._ready.setdefault(coming.info.shape, {})[group] = coming
 
     def remove(self, group: int) -> None:
         """Give a retired group's memory back. Nobody maps it any more: the owner has asked.

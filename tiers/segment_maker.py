@@ -69,6 +69,11 @@ class SegmentMaker:
         self.io_errors = 0
 
     @property
+    def leaving_bytes(self) -> int:
+        """Bytes of files that are being deleted."""
+        return self._leaving_bytes
+
+    @property
     def busy(self) -> bool:
         """A file is being made or deleted: `on_room` will be called."""
         return self._growing is not None or bool(self._removals)

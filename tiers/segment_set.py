@@ -66,6 +66,16 @@ class SegmentSet:
         if self._roomy.get(segment.shape, {}).pop(segment.id, None) is not None:
             self._free_blocks[segment.shape] -= segment.available
 
+    def readmit(self, segment: Segment) -> None:
+        """Allocate from a retired segment again."""
+        if not segment.retired:
+            return
+        segment.retired = False
+        if segment.available:
+            self._roomy.setdefault(segment.shape, {})[segment.id] = segment
+            free = self._free_blocks.get(segment.shape, 0)
+            self._free_blocks[segment.shape] = free + segment.available
+
     def discard(self, segment: Segment) -> None:
         """Take an empty segment out; its bytes stay counted until the file is deleted."""
         self.withdraw(segment)
@@ -87,9 +97,13 @@ class SegmentSet:
         within = (self.capacity_bytes - self.used_bytes) // shape.block_bytes
         return max(0, min(self._free_blocks.get(shape, 0), within))
 
-    def allocate(self, shape: BlockShape, count: int) -> list[Slot]:
-        """Take up to ``count`` slots, adjacent ones where possible."""
-        count = min(count, self.free_blocks(shape))
+    def spare_slots(self, shape: BlockShape) -> int:
+        """Return how many places there are, whatever the capacity."""
+        return self._free_blocks.get(shape, 0)
+
+    def allocate(self, shape: BlockShape, count: int, *, beyond: bool = False) -> list[Slot]:
+        """Take up to ``count`` slots, adjacent ones where possible; `beyond` the capacity, too."""
+        count = min(count, self.spare_slots(shape) if beyond else self.free_blocks(shape))
         slots: list[Slot] = []
         roomy = self._roomy.get(shape, {})
         while len(slots) < count:

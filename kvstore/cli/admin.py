@@ -1,4 +1,4 @@
-"""`kvstore flush` and `kvstore drain`."""
+"""`kvstore flush`, `kvstore drain` and `kvstore resize`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import typer
 from kvstore.cli.connect import AddressOption, JsonOption, connect
 from kvstore.cli.output import print_json
 from kvstore.cli.plain import plain
-from kvstore.units import parse_seconds
+from kvstore.errors import InvalidRequest
+from kvstore.units import format_bytes, parse_bytes, parse_seconds
 
 __all__ = ["register"]
 
@@ -49,7 +50,34 @@ def drain(
     return 0 if result["done"] else 1
 
 
+def resize(
+    size: Annotated[str, typer.Argument(metavar="SIZE", help="What the tier may take: 8GiB.")],
+    tier: Annotated[str, typer.Option("--tier", metavar="TIER", help="host or disk.")],
+    address: AddressOption = None,
+    as_json: JsonOption = False,
+    timeout: TimeoutOption = "60s",
+) -> int:
+    """Grow or shrink a tier while it serves; until the daemon restarts.
+
+    A smaller tier keeps what was used last. Ends with 1 when the time was up before it fits; the
+    daemon goes on by itself.
+    """
+    if tier not in ("host", "disk"):
+        raise InvalidRequest("tier", f"{tier!r} is not host or disk")
+    with connect(address) as client:
+        result = plain(client.set_capacity(tier, parse_bytes(size), parse_seconds(timeout)))
+    if as_json:
+        print_json(result)
+    else:
+        takes = f"the {tier} tier takes {format_bytes(result['bytes'])} at most"
+        left = f"; {result['evicted']:,} copies left" if result["evicted"] else ""
+        more = "" if result["done"] else "; the rest is in use, it goes as soon as it is not"
+        print(f"{takes}{left}{more}")
+    return 0 if result["done"] else 1
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("flush")(flush)
     app.command("drain")(drain)
+    app.command("resize")(resize)

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 from kvstore.engine.attachments import Attachment, Attachments, State
 from kvstore.engine.counters import Counters, UsageCounts
 from kvstore.engine.digester import Digester
+from kvstore.engine.disk_shrinker import DiskShrinker
 from kvstore.engine.events import GenerationSlots
 from kvstore.engine.flusher import Flusher
 from kvstore.engine.grants import Grants
+from kvstore.engine.host_shrinker import HostShrinker
 from kvstore.engine.housekeeper import Housekeeper
 from kvstore.engine.leases import Acquired, Leases
 from kvstore.engine.misses import miss_of
@@ -26,6 +28,7 @@ from kvstore.engine.read import Read
 from kvstore.engine.recovery import recover
 from kvstore.engine.removal import Removal
 from kvstore.engine.reservations import Reservations
+from kvstore.engine.resizer import Resizer
 from kvstore.engine.room import HostRoom
 from kvstore.engine.scrubber import Scrubber
 from kvstore.engine.store_thread import StoreThread
@@ -62,6 +65,7 @@ class Engine:
         reservations: who gets slots to write.
         removal: blocks that go other than for room.
         scrubber: checks what is on disk; None without a disk.
+        resizer: changes the tiers' capacities.
         counters: what happened.
         usage: what clients report, by space id.
     """
@@ -95,6 +99,8 @@ class Engine:
         self.usage: dict[bytes, UsageCounts] = {}
         self.lease_cap_bytes = lease_cap_bytes
         self._grant_cap_bytes = grant_cap_bytes
+        self._caps = (lease_cap_bytes, grant_cap_bytes)
+        self._first_host_bytes = host.capacity_bytes
         self._lease_ttl = lease_ttl_seconds
         self._flush_on_commit = flush_on_commit
         self.index = BlockIndex(self._free_host, self._free_disk)
@@ -166,6 +172,12 @@ class Engine:
             self.pins,
             self.counters,
         )
+        self.resizer = Resizer(
+            self.index,
+            self.host,
+            HostShrinker(self.host, self.index, self.room),
+            self._host_resized,
+        )
         self.host.on_group = self._new_group
         self.host.on_no_room = self._notify
 
@@ -210,6 +222,22 @@ class Engine:
             on_released=self._released,
         )
 
+        shrinker = DiskShrinker(disk, self.index, self.flusher, self.removal, self.counters)
+        self.resizer.add_disk(disk, shrinker, self._disk_resized)
+
+    def _host_resized(self) -> None:
+        """Caps of clients shrink with the pool, and grow back with it."""
+        part = min(1.0, self.host.capacity_bytes / self._first_host_bytes)
+        self.lease_cap_bytes = int(self._caps[0] * part)
+        self.leases.cap_bytes = self.lease_cap_bytes
+        self.reservations.cap_bytes = int(self._caps[1] * part)
+        self._notify()
+
+    def _disk_resized(self) -> None:
+        """What was refused for want of room may have some now."""
+        self.index.disk_room_hint = True
+        self._released()
+
     def _disk_is_busy(self) -> bool:
         """Return whether loads or flushes need the disk now."""
         assert self.promoter is not None
@@ -225,14 +253,19 @@ class Engine:
     async def quiesce(self, flush_timeout: float) -> None:
         """Before a stop: grant nothing more, and flush what there is time for."""
         self.reservations.closed = True
-        if self.scrubber is not None:
-            await self.scrubber.stop()
+        await self._stop_upkeep()
         try:
             _, skipped = await self.flush(flush_timeout)
             if skipped:
                 log.warning("stop: %d blocks are not on disk (no room)", len(skipped))
         except TimeoutError:
             log.warning("stop: the flush did not finish within %.1f s", flush_timeout)
+
+    async def _stop_upkeep(self) -> None:
+        """Break off what goes on besides serving."""
+        await self.resizer.stop()
+        if self.scrubber is not None:
+            await self.scrubber.stop()
 
     async def farewell(self, reason: str) -> None:
         """Tell the clients that this boot ends; their streams end with it."""
@@ -242,8 +275,7 @@ class Engine:
     async def close(self) -> None:
         """Close everything, after `farewell` if there was time for it."""
         await self.farewell("closed")
-        if self.scrubber is not None:
-            await self.scrubber.stop()
+        await self._stop_upkeep()
         await self.removal.stop()
         await self.digester.stop()
         if self.promoter is not None:

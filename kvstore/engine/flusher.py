@@ -71,7 +71,12 @@ class _Group:
 
 
 class Flusher:
-    """Writes blocks to disk and deletes them there."""
+    """Writes blocks to disk and deletes them there.
+
+    Attributes:
+        rewriting: held from a look at where blocks lie until records that say so are committed, by
+            whoever commits records of blocks that have one.
+    """
 
     def __init__(
         self,
@@ -110,6 +115,7 @@ class Flusher:
         self._stuck_since: float | None = None
         self._deletes = Deletes()
         self._disk_room = DiskRoom(index, disk, self._deletes, counters)
+        self.rewriting = asyncio.Lock()
         self._progress = Signal()
         self._work = asyncio.Event()
         self._groups = asyncio.Semaphore(_GROUPS_AT_ONCE)
@@ -502,11 +508,24 @@ class Flusher:
 
     async def save_touches(self, blocks: Sequence[Block]) -> None:
         """Rewrite the records of blocks whose place in the LRU order has changed."""
-        changed = [b for b in blocks if b.disk is not None and b.sequence != b.recorded]
-        records = [record_of(b, b.disk) for b in changed if b.disk is not None]
-        if records and await self._commit(records, []):
-            for block, record in zip(changed, records, strict=True):
-                block.recorded = record.sequence
+        async with self.rewriting:
+            changed = [b for b in blocks if b.disk is not None and b.sequence != b.recorded]
+            records = [record_of(b, b.disk) for b in changed if b.disk is not None]
+            if records and await self._commit(records, []):
+                for block, record in zip(changed, records, strict=True):
+                    block.recorded = record.sequence
+
+    async def rewrite(self, records: Sequence[BlockRecord]) -> bool:
+        """Commit records in the place of those that are there; the caller holds `rewriting`.
+
+        Returns:
+            False when that failed: each record may be the old one or the new one.
+        """
+        return await self._commit(records, [])
+
+    def freeing(self, shape: BlockShape) -> int:
+        """Return how many slots on disk will be free when their deletes are durable."""
+        return self._deletes.freeing[shape]
 
 
 def _group_limit(shape: BlockShape) -> int:

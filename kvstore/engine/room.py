@@ -194,6 +194,10 @@ class HostRoom:
         self._counters.counts["evicted_blocks_host"] += freed
         return freed
 
+    def evict(self, shape: BlockShape, count: int) -> int:
+        """Drop up to `count` host copies, coldest first, as far as the rule allows."""
+        return self._evict(shape, count, inline=True)
+
     def made(self, shape: BlockShape | None) -> None:
         """Blocks may leave that could not before: wake who waits, or drop some ahead of need."""
         self.signal.notify()

@@ -6,13 +6,14 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvstore.errors import InvalidRequest, NotImplementedByServer
+from kvstore.errors import InvalidRequest
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc as rpc
 from kvstore.server.answers import answering, streaming
 from kvstore.server.doctor import Doctor
 from kvstore.server.stats import space_infos, stats_message
 from kvstore.server.verify import verify_message
+from kvstore.tiers.base import TierName
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -30,6 +31,7 @@ _LISTED = 1000
 _DEFAULT_WAIT_MS = 3_600_000
 _MIN_INTERVAL_MS = 100
 _PROGRESS_SECONDS = 0.25
+_RESIZE_MS = 60_000
 
 
 class AdminService(rpc.AdminServicer):
@@ -96,8 +98,15 @@ class AdminService(rpc.AdminServicer):
     async def SetCapacity(
         self, request: pb.SetCapacityRequest, context: Context
     ) -> pb.SetCapacityResponse:
-        """Not there yet."""
-        raise NotImplementedByServer("SetCapacity is not implemented by this daemon")
+        """Grow or shrink a tier."""
+        if request.tier not in (pb.TIER_HOST, pb.TIER_DISK):
+            raise InvalidRequest("tier", "host or disk")
+        resized = await self.engine.resizer.resize(
+            TierName(request.tier), request.bytes, (request.deadline_ms or _RESIZE_MS) / 1e3
+        )
+        return pb.SetCapacityResponse(
+            bytes=resized.capacity_bytes, done=resized.done, evicted=resized.evicted
+        )
 
     @streaming
     async def Verify(

@@ -50,6 +50,7 @@ class WritePolicy(StrEnum):
     """When a block is written to disk."""
 
     THROUGH = "through"  # soon after it was committed
+    REUSED = "reused"  # when it is used again after it was stored
     EVICT = "evict"  # when it leaves host memory
 
 
@@ -154,14 +155,13 @@ def _gpu_pool(value: object) -> object:
     return "0"
 
 
-def _write_policy(value: object) -> object:
-    if value == "reused":
-        raise ValueError("'reused' is not there yet; use through or evict")
-    return value
+def _per_day(value: object) -> object:
+    return _size(value.removesuffix("/day") if isinstance(value, str) else value)
 
 
 # Strict: TOML's `true` is no size.
 Size = Annotated[int, BeforeValidator(_size), Field(strict=True)]
+DailyBytes = Annotated[int, BeforeValidator(_per_day), Field(strict=True)]
 Duration = Annotated[float, BeforeValidator(_duration), Field(strict=True, allow_inf_nan=False)]
 Directory = Annotated[Path, BeforeValidator(_directory)]
 AnyAddress = Annotated[Address, BeforeValidator(_address)]
@@ -179,6 +179,7 @@ class ServeConfig(BaseModel):
         disk_capacity: bytes of the disk tier; None: 80 % of the file system's free space.
         gpu_pool: always ``"0"`` in this release.
         write_policy: when blocks are written to disk.
+        disk_budget: bytes that may be written to disk in any 24 hours; None: no limit.
         metrics: TCP address of the Prometheus endpoint; None: none.
         stop_timeout_s: how long a stop may flush.
         discard_host: ignore saved host contents at start.
@@ -203,7 +204,8 @@ class ServeConfig(BaseModel):
     disk: Directory | None = None
     disk_capacity: Annotated[Size, Field(ge=_MIN_HOST_POOL_BYTES)] | None = None
     gpu_pool: Annotated[str, BeforeValidator(_gpu_pool)] = "0"
-    write_policy: Annotated[WritePolicy, BeforeValidator(_write_policy)] = WritePolicy.THROUGH
+    write_policy: WritePolicy = WritePolicy.THROUGH
+    disk_budget: Annotated[DailyBytes, Field(ge=MIB)] | None = None
     metrics: Annotated[AnyAddress, AfterValidator(_tcp)] | None = None
     stop_timeout_s: Annotated[Duration, Field(ge=0)] = Field(20.0, alias="stop_timeout")
     discard_host: bool = False
@@ -236,6 +238,8 @@ class ServeConfig(BaseModel):
             raise ValueError("heartbeat: must be at most half of lease_ttl")
         if self.disk is None and self.disk_capacity is not None:
             raise ValueError("disk_capacity: needs disk")
+        if self.disk is None and self.disk_budget is not None:
+            raise ValueError("disk_budget: needs disk")
         if self.disk is not None and self.disk == self.state:
             raise ValueError("disk: must not be the state directory itself")
         return self

@@ -912,7 +912,7 @@ class StatsResponse(_message.Message):
     def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[SpaceInfo, _Mapping]]] = ..., clients: _Optional[_Iterable[_Union[ClientStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., misses_blocks: _Optional[_Mapping[str, int]] = ..., misses_tokens: _Optional[_Mapping[str, int]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., leases: _Optional[int] = ..., grants: _Optional[int] = ..., granted_slots: _Optional[int] = ..., stuck_slots: _Optional[int] = ..., stuck_bytes: _Optional[int] = ...) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("tier", "capacity_bytes", "used_bytes", "allocated_bytes", "blocks", "free_blocks", "hit_blocks", "hit_tokens", "dirty_blocks", "evicted_blocks", "read_bytes", "written_bytes", "io_errors", "corrupt_blocks", "state", "io_engine")
+    __slots__ = ("tier", "capacity_bytes", "used_bytes", "allocated_bytes", "blocks", "free_blocks", "hit_blocks", "hit_tokens", "dirty_blocks", "evicted_blocks", "read_bytes", "written_bytes", "io_errors", "corrupt_blocks", "state", "io_engine", "budget_bytes", "budget_left_bytes")
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -929,6 +929,8 @@ class TierStats(_message.Message):
     CORRUPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     IO_ENGINE_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_LEFT_BYTES_FIELD_NUMBER: _ClassVar[int]
     tier: Tier
     capacity_bytes: int
     used_bytes: int
@@ -945,7 +947,9 @@ class TierStats(_message.Message):
     corrupt_blocks: int
     state: str
     io_engine: str
-    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., allocated_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., dirty_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., io_errors: _Optional[int] = ..., corrupt_blocks: _Optional[int] = ..., state: _Optional[str] = ..., io_engine: _Optional[str] = ...) -> None: ...
+    budget_bytes: int
+    budget_left_bytes: int
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., allocated_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., dirty_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., io_errors: _Optional[int] = ..., corrupt_blocks: _Optional[int] = ..., state: _Optional[str] = ..., io_engine: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., budget_left_bytes: _Optional[int] = ...) -> None: ...
 
 class ClientStats(_message.Message):
     __slots__ = ("attachment_id", "client", "pid", "state", "leases", "leased_bytes", "granted_slots", "granted_bytes")

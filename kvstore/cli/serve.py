@@ -59,9 +59,14 @@ def serve(
         str | None,
         _flag(
             "--write-policy",
-            "Write blocks to disk soon (through) or when they leave memory (evict).",
+            "Write blocks to disk soon (through), when they are used again (reused) or when they "
+            "leave memory (evict).",
             "POLICY",
         ),
+    ] = None,
+    disk_budget: Annotated[
+        str | None,
+        _flag("--disk-budget", "Most bytes to write to disk in 24 hours, e.g. 500GiB.", "SIZE"),
     ] = None,
     io_threads: Annotated[
         int | None, _flag("--io-threads", "Threads of the disk tier.", "N")
@@ -103,6 +108,7 @@ def serve(
         "disk_capacity": disk_capacity,
         "gpu_pool": gpu_pool,
         "write_policy": write_policy,
+        "disk_budget": disk_budget,
         "metrics": metrics,
         "stop_timeout": stop_timeout,
         "discard_host": discard_host,

@@ -124,6 +124,15 @@ def _summary(stats: dict[str, Any]) -> list[str]:
     ]
 
 
+def _budget(tiers: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"{tier['tier']} budget: {format_bytes(tier['budget_left_bytes'])} left of "
+        f"{format_bytes(tier['budget_bytes'])} in 24 hours\n"
+        for tier in tiers
+        if tier["budget_bytes"]
+    ]
+
+
 def stats(address: AddressOption = None, as_json: JsonOption = False) -> None:
     """Show tiers, spaces, hits, misses, clients and times."""
     with connect(address) as client:
@@ -136,6 +145,8 @@ def stats(address: AddressOption = None, as_json: JsonOption = False) -> None:
         out.print(line, markup=False)
     print()
     out.print(_tier_table(values["tiers"]))
+    for line in _budget(values["tiers"]):
+        out.print(line, markup=False)
     if values["spaces"]:
         out.print(_space_table(values["spaces"]))
     if values["misses_blocks"]:

@@ -249,6 +249,8 @@ class DiskShrinker:
                 damaged.append(block)
             else:
                 self._failures[block] += 1
+        if self._flusher.budget is not None:
+            await self._flusher.budget.overdraw(len(read) * shape.block_bytes)
         put = await self._disk.write([transfer for _, _, transfer in read])
         await self._disk.sync()
         self._troubled = len(damaged) < outcomes.count(Outcome.IO_ERROR) or Outcome.IO_ERROR in put

@@ -44,6 +44,7 @@ from kvstore.tiers.control import ControlFile
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from kvstore.engine.budget import DiskBudget
     from kvstore.index.lmdb_store import MetaStore
     from kvstore.space import SpaceSpec
     from kvstore.tiers.disk import DiskTier
@@ -66,6 +67,7 @@ class Engine:
         removal: blocks that go other than for room.
         scrubber: checks what is on disk; None without a disk.
         resizer: changes the tiers' capacities.
+        budget: limits what is written to disk; None: nothing does.
         counters: what happened.
         usage: what clients report, by space id.
     """
@@ -80,6 +82,8 @@ class Engine:
         lease_ttl_seconds: float,
         lease_cap_bytes: int,
         grant_cap_bytes: int,
+        flush_on_reuse: bool = False,
+        budget: DiskBudget | None = None,
     ) -> None:
         """Compose; `start` opens the tiers.
 
@@ -87,10 +91,12 @@ class Engine:
             host: memory pool, not open yet.
             disk: disk tier, not open yet; None: there is none.
             store: open store for spaces, epochs, pins and disk records.
-            flush_on_commit: write policy `through`; else `evict`.
+            flush_on_commit: write policy `through`; else `evict`, unless `flush_on_reuse`.
             lease_ttl_seconds: silence after which a client's leases expire.
             lease_cap_bytes: most that one client may lease.
             grant_cap_bytes: most that one client may be granted.
+            flush_on_reuse: write policy `reused`.
+            budget: limits what is written to disk; None: nothing does.
         """
         self.host = host
         self.disk = disk
@@ -102,7 +108,9 @@ class Engine:
         self._caps = (lease_cap_bytes, grant_cap_bytes)
         self._first_host_bytes = host.capacity_bytes
         self._lease_ttl = lease_ttl_seconds
-        self._flush_on_commit = flush_on_commit
+        self._flush_on_commit = flush_on_commit and not flush_on_reuse
+        self._flush_on_reuse = flush_on_reuse
+        self.budget = budget
         self.index = BlockIndex(self._free_host, self._free_disk)
         self.grants = Grants(self.index, self._free_host, self._committed)
         self._store_thread = StoreThread(store)
@@ -200,12 +208,14 @@ class Engine:
             self.digester,
             self.counters,
             self.room.made,
+            self.budget,
         )
         self.promoter = Promoter(
             self.index, disk, self.room, on_corrupt=self.removal.corrupt, on_read=self._read
         )
         self.room.flusher = self.flusher
-        self.room.flush_on_evict = not self._flush_on_commit
+        self.room.flush_on_evict = not (self._flush_on_commit or self._flush_on_reuse)
+        self.room.flush_on_reuse = self._flush_on_reuse
         self.removal.flusher = self.flusher
         self.leases.promoter = self.promoter
         self.tickets.promoter = self.promoter
@@ -255,9 +265,9 @@ class Engine:
         self.reservations.closed = True
         await self._stop_upkeep()
         try:
-            _, skipped = await self.flush(flush_timeout)
+            _, skipped = await self.flush(flush_timeout, unused=False)
             if skipped:
-                log.warning("stop: %d blocks are not on disk (no room)", len(skipped))
+                log.warning("stop: %d blocks are not on disk (%s)", len(skipped), self.why_skipped)
         except TimeoutError:
             log.warning("stop: the flush did not finish within %.1f s", flush_timeout)
 
@@ -398,7 +408,16 @@ class Engine:
         """Lease a leading run; see `Leases.acquire`."""
         if attachment.state is State.SILENT:
             self.attachments.heard(attachment)
-        return self.leases.acquire(attachment, space, lease_id, keys, deadline_seconds, priority)
+        answer = self.leases.acquire(attachment, space, lease_id, keys, deadline_seconds, priority)
+        lease = attachment.leases.get(lease_id)
+        if lease is not None:
+            self._used_again(lease.run)
+        return answer
+
+    def _used_again(self, run: Sequence[Block]) -> None:
+        """Blocks that were stored once are asked for: `reused` takes them to disk."""
+        if self._flush_on_reuse and self.flusher is not None:
+            self.flusher.reused(run)
 
     def commit(
         self,
@@ -454,6 +473,7 @@ class Engine:
         self.index.touch(run)
         for block in run:
             block.uses += 1
+        self._used_again(run)
         read = Read(self.index, self.promoter, run, miss, self._let_go)
         self._reads.add(read)
         return read
@@ -469,8 +489,12 @@ class Engine:
         await self.pins.pin(space, run, ttl_seconds)
         return len(run)
 
-    async def flush(self, timeout: float) -> tuple[int, list[Block]]:
+    async def flush(self, timeout: float, *, unused: bool = True) -> tuple[int, list[Block]]:
         """Make everything that is committed now durable on disk.
+
+        Args:
+            timeout: seconds.
+            unused: also, under `reused`, what nobody has used again.
 
         Returns:
             how many blocks were not there before and are now, and those that are skipped (no
@@ -485,10 +509,18 @@ class Engine:
             b
             for space in self.index.spaces.values()
             for b in space.blocks.values()
-            if b.disk is None
+            if b.disk is None and (unused or b.uses or not self._flush_on_reuse)
         ]
         skipped = await self.flusher.flush(todo, timeout)
         return sum(b.disk is not None for b in todo), skipped
+
+    @property
+    def why_skipped(self) -> str:
+        """Why a flush skips blocks now."""
+        if self.disk is not None and self.disk.state != "ok":
+            return self.disk.state
+        over = self.flusher is not None and self.flusher.over_budget
+        return "the disk budget of 24 hours is spent" if over else "no room on disk"
 
     async def drain(self, timeout: float) -> tuple[bool, int]:
         """Grant nothing more, wait for grants, flush; return whether all is done, grants left."""

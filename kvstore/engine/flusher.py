@@ -37,6 +37,7 @@ from kvstore.tiers.base import Outcome, Slot, Transfer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvstore.engine.budget import DiskBudget
     from kvstore.engine.counters import Counters
     from kvstore.engine.digester import Digester
     from kvstore.engine.store_thread import StoreThread
@@ -58,6 +59,8 @@ _LAST_RETRY_SECONDS: Final = 60.0
 # Blocks dealt with in one go of the loop.
 _RETRIED_AT_ONCE: Final = 8192
 _ENQUEUED_AT_ONCE: Final = 2000
+# How often it is looked whether the budget has something again.
+_BUDGET_SECONDS: Final = 30.0
 # Slots are made free ahead of need, but never more than this part of the disk.
 _AHEAD_PART: Final = 32
 
@@ -76,6 +79,8 @@ class Flusher:
     Attributes:
         rewriting: held from a look at where blocks lie until records that say so are committed, by
             whoever commits records of blocks that have one.
+        budget: limits what is written.
+        over_budget: it is spent; blocks that were refused for that are tried again later.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class Flusher:
         digester: Digester,
         counters: Counters,
         on_room: Callable[[BlockShape | None], None],
+        budget: DiskBudget | None = None,
     ) -> None:
         """Compose; `start` begins to serve.
 
@@ -99,7 +105,11 @@ class Flusher:
             counters: what happened.
             on_room: called when blocks may leave host that could not before; with the shape of
                 those that are on disk now.
+            budget: limits what is written; None: nothing does.
         """
+        self.budget = budget
+        # Blocks were refused because it is spent.
+        self.over_budget = False
         self._index = index
         self._host = host
         self._disk = disk
@@ -138,6 +148,8 @@ class Flusher:
             await asyncio.gather(*self._running, return_exceptions=True)
         while self._deletes and await self._commit_deletes():
             pass
+        if self.budget is not None:
+            await self.budget.close()
 
     @property
     def busy(self) -> bool:
@@ -174,11 +186,24 @@ class Flusher:
         self._work.set()
         return len(chain)
 
+    def reused(self, run: Sequence[Block]) -> None:
+        """A run in chain order was used again under `reused`: on to the disk, if it is not there.
+
+        What was refused waits for what it was refused for.
+        """
+        for block in reversed(run):
+            if block.disk is not None or block.flush in (Flush.QUEUED, Flush.WRITING):
+                return  # so are its ancestors
+            if block.flush is Flush.NONE and not block.dead:
+                self.enqueue(block)
+                return
+
     def committed(self, block: Block) -> None:
         """A new block under `through`: on to the disk, unless its parent was refused there."""
         parent = block.parent
         if parent is not None and self._is_lost(parent):
             block.flush = Flush.REFUSED
+            self._counters.counts[f"flush_skipped_{self._why_lost()}_blocks"] += 1
             self._remember_refused(block)
             self._index.offer(block)
         else:
@@ -256,9 +281,14 @@ class Flusher:
     async def _step(self) -> None:
         """Start one group, or wait until there may be one."""
         now = asyncio.get_running_loop().time()
-        if self._refused and self._index.disk_room_hint and now >= self._retry_at:
+        if self.over_budget and self._may_spend():
+            self.over_budget = False
+            self._index.disk_room_hint = True
+        retry = self._index.disk_room_hint and not self.over_budget
+        if self._refused and retry and now >= self._retry_at:
             self._retry_at = now + self._retry_seconds
             self.retry_refused()
+        await self._charge()
         await self._groups.acquire()
         # Before the look: what comes up during it is looked at again.
         self._work.clear()
@@ -289,7 +319,9 @@ class Flusher:
             waits.append(self._deletes.due - now)
         if self._queue:
             waits.append(_RETRY_SECONDS)
-        if self._refused and self._index.disk_room_hint:
+        if self.over_budget:
+            waits.append(_BUDGET_SECONDS)
+        elif self._refused and self._index.disk_room_hint:
             waits.append(self._retry_at - now)
         # Not `wait_for`: that loses a cancellation which comes together with the event.
         with contextlib.suppress(TimeoutError):
@@ -320,6 +352,11 @@ class Flusher:
             return None
         shape = self._queue[0].space.shape
         wanted = self._wanted(shape)
+        if self.budget is not None:
+            wanted = min(wanted, self.budget.affordable(shape.block_bytes))
+            if not wanted:
+                self._refuse_for_budget(shape)
+                return None
         self._disk.want(shape, 2 * wanted)
         slots = self._disk.allocate(shape, wanted)
         self._make_room(shape, wanted - len(slots), needed=not slots)
@@ -331,7 +368,7 @@ class Flusher:
             if block.dead:
                 self._dequeued(block, Flush.NONE)
             elif block.parent is not None and self._is_lost(block.parent):
-                self._refuse(block)
+                self._refuse(block, self._why_lost())
             else:
                 block.flush = Flush.WRITING
                 self._index.hold_host(block)
@@ -342,9 +379,38 @@ class Flusher:
             self._work.set()
             self._tell()
             return None
+        if self.budget is not None:
+            self.budget.spend(len(blocks) * shape.block_bytes)
         group = _Group(blocks, slots[: len(blocks)], self._last_group)
         group.outcomes = [Outcome.IO_ERROR] * len(blocks)
         return group
+
+    async def _charge(self) -> None:
+        """Have a group's bytes of the budget at hand."""
+        if self.budget is not None and self._queue:
+            block_bytes = self._queue[0].space.shape.block_bytes
+            await self.budget.charge(max(_GROUP_BYTES, block_bytes))
+
+    def _may_spend(self) -> bool:
+        """Return whether a block that was refused for the budget may be written now."""
+        block = next(iter(self._refused), None)
+        if self.budget is None or block is None:
+            return True
+        return self.budget.left_bytes >= block.space.shape.block_bytes
+
+    def _why_lost(self) -> str:
+        return "budget" if self.over_budget else "no_room"
+
+    def _refuse_for_budget(self, shape: BlockShape) -> None:
+        """Refuse the queue's head: the day's bytes are written."""
+        self.over_budget = True
+        for _ in range(min(len(self._queue), _ENQUEUED_AT_ONCE)):
+            if self._queue[0].space.shape != shape:
+                break
+            self._refuse(self._queue.popleft(), "budget")
+        if self._queue:
+            self._work.set()
+        self._tell()
 
     @staticmethod
     def _is_lost(parent: Block) -> bool:
@@ -382,7 +448,7 @@ class Flusher:
         for _ in range(min(len(self._queue), _ENQUEUED_AT_ONCE)):
             if self._queue[0].space.shape != shape:
                 break
-            self._refuse(self._queue.popleft())
+            self._refuse(self._queue.popleft(), "no_room")
         # What these blocks kept on disk are their own ancestors: no room for them.
         self._index.disk_room_hint = hint
         self._stuck_since = None
@@ -395,11 +461,13 @@ class Flusher:
         self._progress.notify()
         self._on_room(shape)
 
-    def _refuse(self, block: Block) -> None:
+    def _refuse(self, block: Block, why: str = "") -> None:
         self._dequeued(block, Flush.REFUSED)
         if block.dead:
             return
         self._counters.counts["flush_refused_blocks"] += 1
+        if why:
+            self._counters.counts[f"flush_skipped_{why}_blocks"] += 1
         self._index.offer(block)
         self._remember_refused(block)
 
@@ -468,6 +536,7 @@ class Flusher:
                 block.recorded = record.sequence
                 self._index.put_disk(block, slot)
                 self._counters.counts["flushed_blocks"] += 1
+                self._counters.counts["flushed_bytes"] += block.space.shape.block_bytes
             self._index.release_host(block)
         if ok and all(outcome is Outcome.OK for outcome in group.outcomes):
             self._retry_seconds = _RETRY_SECONDS

@@ -91,6 +91,8 @@ class HostRoom:
         self._attachments = attachments
         self.flusher: Flusher | None = None
         self.flush_on_evict = False
+        # What was not used again is not worth the disk's wear; it is counted when it leaves.
+        self.flush_on_reuse = False
         # Whether grants, leases or movers hold slots that may come back; given True, those are
         # not counted that hold on to what they have because they wait for promotions.
         self.held: Callable[[bool], bool] = lambda _: False
@@ -187,12 +189,17 @@ class HostRoom:
                     continue
                 if not inline:
                     break
+                self._count_unused(block)
             self._index.drop_host(block)
             freed += 1
         name = "evictions_inline" if inline else "evictions_background"
         self._counters.counts[name] += freed
         self._counters.counts["evicted_blocks_host"] += freed
         return freed
+
+    def _count_unused(self, block: Block) -> None:
+        if self.flush_on_reuse and self.flusher is not None and not block.uses:
+            self._counters.counts["flush_skipped_not_reused_blocks"] += 1
 
     def evict(self, shape: BlockShape, count: int) -> int:
         """Drop up to `count` host copies, coldest first, as far as the rule allows."""
@@ -262,6 +269,9 @@ class HostRoom:
                 self.flusher.enqueue(block)
             if dirty:
                 return False
+        for block in doomed:
+            if block.disk is None:
+                self._count_unused(block)
         self._counters.counts["evicted_blocks_host"] += self._index.evict_all(doomed, TierName.HOST)
         return all(block.host is None for block in blocks)
 

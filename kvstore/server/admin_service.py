@@ -75,9 +75,7 @@ class AdminService(rpc.AdminServicer):
             )
         except TimeoutError:
             return pb.FlushResponse(done=False)
-        why = "no room on disk"
-        if self.engine.disk is not None and self.engine.disk.state != "ok":
-            why = self.engine.disk.state
+        why = self.engine.why_skipped
         return pb.FlushResponse(
             done=True,
             blocks=blocks,

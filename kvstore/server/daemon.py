@@ -32,6 +32,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvstore.config import WritePolicy
 from kvstore.engine import Engine
+from kvstore.engine.budget import DiskBudget
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.index.lmdb_store import MetaStore
 from kvstore.proto import kvstore_pb2 as pb
@@ -144,18 +145,22 @@ def _disk_capacity(config: ServeConfig) -> int:
 
 def _build(config: ServeConfig, store: MetaStore, pool: Path) -> Engine:
     host = HostTier(pool, config.host_pool)
-    disk = None
+    disk = budget = None
     if config.disk is not None:
         try:
             capacity = _disk_capacity(config)
         except OSError as error:
             raise ConfigError(f"disk: {config.disk}: {error.strerror}") from error
         disk = DiskTier(config.disk, capacity, threads=config.io_threads)
+        if config.disk_budget is not None:
+            budget = DiskBudget(config.state / "disk-budget", config.disk_budget)
     return Engine(
         host,
         disk,
         store,
         flush_on_commit=config.write_policy is WritePolicy.THROUGH,
+        flush_on_reuse=config.write_policy is WritePolicy.REUSED,
+        budget=budget,
         lease_ttl_seconds=config.lease_ttl_s,
         lease_cap_bytes=config.lease_cap,
         grant_cap_bytes=config.grant_cap,

@@ -60,6 +60,17 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily(
             "kvstore_dirty_blocks", "Blocks on their way to disk.", value=engine.dirty_blocks()
         )
+        if engine.budget is not None:
+            yield GaugeMetricFamily(
+                "kvstore_disk_budget_bytes",
+                "May be written to disk in 24 hours.",
+                value=engine.budget.day_bytes,
+            )
+            yield GaugeMetricFamily(
+                "kvstore_disk_budget_left_bytes",
+                "Of that, what is left now.",
+                value=engine.budget.left_bytes,
+            )
         for name, count in list(engine.counters.counts.items()):
             yield CounterMetricFamily(f"kvstore_{name}", name.replace("_", " "), value=count)
         for unit, misses in (

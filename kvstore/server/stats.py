@@ -113,6 +113,8 @@ def _tiers(engine: Engine) -> list[pb.TierStats]:
                 corrupt_blocks=disk.corrupt,
                 state=disk.state,
                 io_engine=disk.io_engine,
+                budget_bytes=0 if engine.budget is None else engine.budget.day_bytes,
+                budget_left_bytes=0 if engine.budget is None else engine.budget.left_bytes,
             )
         )
     return tiers

@@ -224,7 +224,9 @@ def test_bad_settings_end_before_anything_is_made(tmp_path: Path) -> None:
     state = tmp_path / "state"
     done = run("serve", "--state", str(state), "--write-policy", "sometimes")
     assert done.returncode == 1
-    assert done.stderr == ("kvstore: write_policy: 'sometimes': should be 'through' or 'evict'\n")
+    assert done.stderr == (
+        "kvstore: write_policy: 'sometimes': should be 'through', 'reused' or 'evict'\n"
+    )
     assert not state.exists()
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 from engine_invariants import check
 
 from kvstore.engine import Engine
+from kvstore.engine.budget import DiskBudget
 from kvstore.engine.events import Event, LeaseDoneEvent
 from kvstore.engine.leases import Acquired
 from kvstore.index import Block, SpaceIndex
@@ -65,6 +66,8 @@ class World:
         block_bytes: int = SLOT_BYTES,
         wrap: Callable[[Any], Any] = lambda disk: disk,
         store_class: type[MetaStore] = MetaStore,
+        flush_on_reuse: bool = False,
+        budget: Callable[[Path], DiskBudget] | None = None,
     ) -> None:
         self.directory = directory
         self.pools = pools
@@ -76,6 +79,8 @@ class World:
         self.grant_cap = grant_cap_blocks * block_bytes
         self.wrap = wrap
         self.store_class = store_class
+        self.flush_on_reuse = flush_on_reuse
+        self.budget = budget
         self.boots = itertools.count()
         self.players: list[Player] = []
         self.engine: Engine
@@ -126,6 +131,8 @@ class World:
             lease_ttl_seconds=self.lease_ttl,
             lease_cap_bytes=self.lease_cap,
             grant_cap_bytes=self.grant_cap,
+            flush_on_reuse=self.flush_on_reuse,
+            budget=None if self.budget is None else self.budget(state),
         )
         await self.engine.start()
         self.space = await self.engine.open_space(spec_of())

@@ -1,0 +1,222 @@
+"""The disk's budget: bytes that may be written in any 24 hours, to spare the SSD.
+
+What was written is kept by the hour; the hours that are more than a day ago count no more. The time
+is the daemon's own: it runs with the kernel's clock since boot, so that no change of the wall clock
+gives anything away. Only over a reboot the wall clock is asked, and then it never runs backwards.
+
+The record survives restarts: `disk-budget` in the state directory, one line of JSON:
+
+    {"version": 1, "seconds": own time, "boot": boot's id, "clock": seconds since boot,
+     "wall": Unix time, "hours": {"hour": bytes, …}, "check": …}
+
+`check` is the XXH3-64 of the line without it. Writing it: to a temporary file, fsync, rename, fsync
+of the directory. A record that is damaged counts as a day's budget spent in the last hour, one of a
+later version as the same: a wrong guess must not cost the SSD its life.
+
+Bytes are charged before they are written, some ahead, so that few groups wait for the record: after
+a crash what was charged counts as written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import xxhash
+
+from kvstore.tiers.pool_copy import undisturbed
+from kvstore.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["DiskBudget"]
+
+log = logging.getLogger(__name__)
+
+_VERSION: Final = 1
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_HOUR: Final = 3600.0
+_HOURS: Final = 24
+# Charged ahead, at least and as a part of the budget.
+_AHEAD_BYTES: Final = 64 * MIB
+_AHEAD_PART: Final = 64
+
+
+def _since_boot() -> float:
+    # Goes on while the machine sleeps.
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class DiskBudget:
+    """How much may still be written. Loop thread only, but for the record.
+
+    Attributes:
+        day_bytes: what may be written in 24 hours.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        day_bytes: int,
+        *,
+        clock: Callable[[], float] = _since_boot,
+        wall: Callable[[], float] = time.time,
+        boot: str | None = None,
+    ) -> None:
+        """Read the record, if there is one. Blocks.
+
+        Args:
+            path: of the record.
+            day_bytes: above 0.
+            clock: seconds, never backwards.
+            wall: Unix time.
+            boot: names the boot of the machine that `clock` counts from; None: this one.
+        """
+        self._boot = _BOOT_ID.read_text().strip() if boot is None else boot
+        self.day_bytes = day_bytes
+        self._path = path
+        self._clock = clock
+        self._wall = wall
+        self._offset = -clock()  # own time begins at 0
+        self._hours: dict[int, int] = {}
+        self._ahead = 0  # of what is charged, not written yet
+        self._saving = asyncio.Lock()
+        self._warned = False
+        self._load()
+
+    @property
+    def left_bytes(self) -> int:
+        """What may be written now; never negative. Any thread."""
+        return self._free() + self._ahead
+
+    def affordable(self, block_bytes: int) -> int:
+        """Return how many blocks may be written of what is charged already."""
+        return self._ahead // block_bytes
+
+    def spend(self, written_bytes: int) -> None:
+        """Bytes that were charged are written."""
+        self._ahead -= written_bytes
+
+    async def charge(self, wanted_bytes: int) -> None:
+        """Charge ahead, durably, until so much may be written, as far as the budget goes."""
+        async with self._saving:
+            missing = wanted_bytes - self._ahead
+            if missing <= 0:
+                return
+            self._forget()
+            taken = min(self._free(), max(missing, _AHEAD_BYTES, self.day_bytes // _AHEAD_PART))
+            if taken:
+                self._add(taken)
+                await self._save()
+                self._ahead += taken
+
+    async def overdraw(self, written_bytes: int) -> None:
+        """Charge what is written in any case."""
+        async with self._saving:
+            self._add(written_bytes)
+            await self._save()
+
+    async def close(self) -> None:
+        """Give back what was charged and not written."""
+        async with self._saving:
+            ahead, self._ahead = self._ahead, 0
+            for hour in sorted(self._hours, reverse=True):
+                back = min(ahead, self._hours[hour])
+                self._hours[hour] -= back
+                ahead -= back
+            await self._save()
+
+    def _now(self) -> float:
+        return self._clock() + self._offset
+
+    def _add(self, written_bytes: int) -> None:
+        hour = int(self._now() // _HOUR)
+        self._hours[hour] = self._hours.get(hour, 0) + written_bytes
+
+    def _free(self) -> int:
+        oldest = self._oldest()
+        spent = sum(count for hour, count in list(self._hours.items()) if hour >= oldest)
+        return max(0, self.day_bytes - spent)
+
+    def _oldest(self) -> int:
+        """Return the first hour that counts: it began, and did not end, a day ago."""
+        return int(self._now() // _HOUR) - _HOURS
+
+    def _forget(self) -> None:
+        """Drop hours that ended a day ago."""
+        oldest = self._oldest()
+        for hour in [h for h in self._hours if h < oldest]:
+            del self._hours[hour]
+
+    def _load(self) -> None:
+        try:
+            text = self._path.read_text()
+        except FileNotFoundError:
+            return
+        except (OSError, UnicodeDecodeError) as error:
+            self._distrust(str(error))
+            return
+        try:
+            record = json.loads(text)
+            check, version = record.pop("check"), record["version"]
+            if check != _check(record) or version != _VERSION:
+                self._distrust("its checksum does not hold, or a later release wrote it")
+                return
+            hours = {int(hour): int(count) for hour, count in record["hours"].items()}
+            seconds, boot = float(record["seconds"]), str(record["boot"])
+            before, wall = float(record["clock"]), float(record["wall"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._distrust(str(error))
+            return
+        self._hours = hours
+        same_boot = boot == self._boot
+        away = self._clock() - before if same_boot else self._wall() - wall
+        self._offset += seconds + max(0.0, away)
+
+    def _distrust(self, why: str) -> None:
+        log.warning("disk budget: %s: %s; a day's budget counts as spent", self._path, why)
+        self._add(self.day_bytes)
+
+    async def _save(self) -> None:
+        record = {
+            "version": _VERSION,
+            "seconds": self._now(),
+            "boot": self._boot,
+            "clock": self._clock(),
+            "wall": self._wall(),
+            "hours": {str(hour): count for hour, count in sorted(self._hours.items())},
+        }
+        text = json.dumps({**record, "check": _check(record)}) + "\n"
+        try:
+            await undisturbed(asyncio.ensure_future(asyncio.to_thread(_replace, self._path, text)))
+        except OSError as error:
+            # Counting goes on; only what a crash would make of it is worse.
+            if not self._warned:
+                log.warning("disk budget: cannot save %s: %s", self._path, error)
+            self._warned = True
+        else:
+            self._warned = False
+
+
+def _check(record: dict[str, object]) -> int:
+    return int(xxhash.xxh3_64_intdigest(json.dumps(record).encode()))
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

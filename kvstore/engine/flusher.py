@@ -354,8 +354,11 @@ class Flusher:
         wanted = self._wanted(shape)
         if self.budget is not None:
             wanted = min(wanted, self.budget.affordable(shape.block_bytes))
-            if not wanted:
+            if not wanted and self.budget.left_bytes < shape.block_bytes:
                 self._refuse_for_budget(shape)
+            if not wanted:
+                # Else what was charged is too little for the block that is first by now.
+                self._work.set()
                 return None
         self._disk.want(shape, 2 * wanted)
         slots = self._disk.allocate(shape, wanted)

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvstore.engine.disk_room import Deletes, DiskRoom
+from kvstore.engine.refused import RefusedBlocks
 from kvstore.engine.room import Signal
 from kvstore.errors import KVStoreError, TierError
 from kvstore.index import Block, Flush
@@ -52,11 +52,9 @@ log = logging.getLogger(__name__)
 _GROUP_BYTES: Final = 64 << 20
 _GROUP_BLOCKS: Final = 256
 _GROUPS_AT_ONCE: Final = 2
-# What was refused is tried again no sooner; after failures that go on, later and later.
+# A queue that cannot go on is looked at again after this long.
 _RETRY_SECONDS: Final = 2.0
-_LAST_RETRY_SECONDS: Final = 60.0
 # Blocks dealt with in one go of the loop.
-_RETRIED_AT_ONCE: Final = 8192
 _ENQUEUED_AT_ONCE: Final = 2000
 # Slots are made free ahead of need, but never more than this part of the disk.
 _AHEAD_PART: Final = 32
@@ -103,10 +101,7 @@ class Flusher:
         self._counters = counters
         self._on_room = on_room
         self._queue: deque[Block] = deque()
-        self._refused: dict[Block, None] = {}
-        self._prune_at = _GROUP_BLOCKS
-        self._retry_at = 0.0
-        self._retry_seconds = _RETRY_SECONDS
+        self._refused = RefusedBlocks()
         self._stuck_since: float | None = None
         self._deletes = Deletes()
         self._disk_room = DiskRoom(index, disk, self._deletes, counters)
@@ -160,7 +155,7 @@ class Flusher:
             chain.append(at)
             at = at.parent
         for member in reversed(chain):
-            self._refused.pop(member, None)
+            self._refused.discard(member)
             member.flush = Flush.QUEUED
             if member.parent is not None:
                 member.parent.queued_children += 1
@@ -173,7 +168,7 @@ class Flusher:
         parent = block.parent
         if parent is not None and self._is_lost(parent):
             block.flush = Flush.REFUSED
-            self._remember_refused(block)
+            self._refused.add(block)
             self._index.offer(block)
         else:
             self.enqueue(block)
@@ -189,13 +184,10 @@ class Flusher:
 
     def retry_refused(self) -> None:
         """Give blocks that were refused another chance (room was made, or the disk is back)."""
-        # The oldest first; those that are refused again go behind the others.
-        refused = list(itertools.islice(self._refused, _RETRIED_AT_ONCE))
-        self._index.disk_room_hint = len(refused) < len(self._refused)
+        refused = self._refused.take()
+        self._index.disk_room_hint = bool(self._refused)
         for block in refused:
-            del self._refused[block]
-        for block in refused:
-            if block.flush is Flush.REFUSED and block.host is not None and not block.dead:
+            if block.flush is Flush.REFUSED:  # it may have gone along with one of its children
                 self.enqueue(block)
 
     async def flush(self, blocks: Sequence[Block], timeout: float) -> list[Block]:
@@ -236,8 +228,8 @@ class Flusher:
     async def _step(self) -> None:
         """Start one group, or wait until there may be one."""
         now = asyncio.get_running_loop().time()
-        if self._refused and self._index.disk_room_hint and now >= self._retry_at:
-            self._retry_at = now + self._retry_seconds
+        if self._refused and self._index.disk_room_hint and now >= self._refused.retry_at:
+            self._refused.pause(now)
             self.retry_refused()
         await self._groups.acquire()
         # Before the look: what comes up during it is looked at again.
@@ -270,7 +262,7 @@ class Flusher:
         if self._queue:
             waits.append(_RETRY_SECONDS)
         if self._refused and self._index.disk_room_hint:
-            waits.append(self._retry_at - now)
+            waits.append(self._refused.retry_at - now)
         # Not `wait_for`: that loses a cancellation which comes together with the event.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(waits, default=None)):
@@ -366,7 +358,7 @@ class Flusher:
         # What these blocks kept on disk are their own ancestors: no room for them.
         self._index.disk_room_hint = hint
         self._stuck_since = None
-        self._retry_at = now + self._retry_seconds
+        self._refused.pause(now)
         if self._queue:
             self._work.set()
         self._tell()
@@ -381,14 +373,7 @@ class Flusher:
             return
         self._counters.counts["flush_refused_blocks"] += 1
         self._index.offer(block)
-        self._remember_refused(block)
-
-    def _remember_refused(self, block: Block) -> None:
-        if len(self._refused) >= self._prune_at:
-            # Some have left memory since, for good.
-            self._refused = {b: None for b in self._refused if b.host is not None and not b.dead}
-            self._prune_at = max(_GROUP_BLOCKS, 2 * len(self._refused))
-        self._refused[block] = None
+        self._refused.add(block)
 
     async def _flush_group(self, group: _Group) -> None:
         """Steps 2 to 5."""
@@ -446,10 +431,9 @@ class Flusher:
                 self._counters.counts["flushed_blocks"] += 1
             self._index.release_host(block)
         if ok and all(outcome is Outcome.OK for outcome in group.outcomes):
-            self._retry_seconds = _RETRY_SECONDS
+            self._refused.worked()
         else:
-            self._retry_at = asyncio.get_running_loop().time() + self._retry_seconds
-            self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)
+            self._refused.failed(asyncio.get_running_loop().time())
             self._index.disk_room_hint = True
 
     async def _commit_deletes(self) -> bool:
@@ -463,8 +447,7 @@ class Flusher:
         """Commit one transaction; on failure the deletes stay queued. Then free the slots."""
         if not records and not deletes:
             return True
-        # A block that came back under the same key has a record of its own by now.
-        names = [(b.space.id, b.key) for b, _ in deletes if not _is_back(b)]
+        names = self._deletes.names(deletes)
         try:
             await self._store.run(
                 self._store.store.commit_blocks, self._disk.store_id, list(records), names
@@ -497,11 +480,6 @@ def _group_limit(shape: BlockShape) -> int:
 
 def _is_under_way(block: Block) -> bool:
     return block.flush in (Flush.QUEUED, Flush.WRITING) and not block.dead
-
-
-def _is_back(block: Block) -> bool:
-    current = block.space.blocks.get(block.key)
-    return current is not None and current.disk is not None
 
 
 def record_of(block: Block, slot: Slot) -> BlockRecord:

@@ -174,7 +174,7 @@ class World:
             lines.append(f"{self.disk.segments()} {self.disk.state} held {engine.index.disk_held}")
             lines.append(f"queue {list(flusher._queue)} running {flusher._running}")
             lines.append(f"deletes {flusher._deletes.freeing} writing {flusher._writing}")
-            lines.append(f"refused {list(flusher._refused)} hint {engine.index.disk_room_hint}")
+            lines.append(f"refused {len(flusher._refused)} hint {engine.index.disk_room_hint}")
             lines += [
                 f"room for {s}: {self.disk.room_blocks(s)}" for s in engine.index._host_queues
             ]

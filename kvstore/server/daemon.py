@@ -20,6 +20,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,7 @@ log = logging.getLogger("kvstore")
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _DISK_SHARE: Final = 0.8
+_STATE_ROOM_BYTES: Final = 1 << 20
 _GRACE_SECONDS: Final = 1.0
 # The index has no cycles: garbage is what calls leave behind, and little of it.
 _GC_THRESHOLD: Final = (50_000, 20, 1_000)
@@ -127,6 +129,23 @@ def _lock_state(state: Path) -> int:
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
+
+
+def _check_room(state: Path) -> None:
+    """Refuse a state directory without room, before anything in it is touched.
+
+    LMDB maps files that it has not written to yet: on a full file system that is fatal (SIGBUS),
+    and an index that cannot be opened would be taken for a damaged one.
+
+    Raises:
+        ConfigError: its file system is full, or does not work.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=state) as scratch:
+            os.posix_fallocate(scratch.fileno(), 0, _STATE_ROOM_BYTES)
+    except OSError as error:
+        needed = format_bytes(_STATE_ROOM_BYTES)
+        raise ConfigError(f"state: {state} needs {needed} of room: {error.strerror}") from error
 
 
 def _disk_capacity(config: ServeConfig) -> int:
@@ -279,6 +298,7 @@ def serve(config: ServeConfig) -> int:
     sys.setswitchinterval(0.001)
     lock = _lock_state(config.state)
     try:
+        _check_room(config.state)
         boot_id = os.urandom(16)
         store, note = MetaStore.open_or_reset(config.state)
         if note is not None:

@@ -29,7 +29,7 @@ _Response = TypeVar("_Response")
 
 def _trace(context: aio.ServicerContext[Any, Any]) -> str:
     for key, value in context.invocation_metadata() or ():
-        if key == "traceparent":
+        if key == "traceparent" and isinstance(value, str):
             return f" ({value})"
     return ""
 

@@ -182,6 +182,7 @@ class ServeConfig(BaseModel):
         metrics: TCP address of the Prometheus endpoint; None: none.
         stop_timeout_s: how long a stop may flush.
         discard_host: ignore saved host contents at start.
+        save_host: keep host contents in memory at a stop, for the next start.
         lease_ttl_s: leases of an attachment silent for that long expire.
         heartbeat_s: interval at which attachments report.
         lease_cap: most bytes that one client may hold leases on.
@@ -207,6 +208,7 @@ class ServeConfig(BaseModel):
     metrics: Annotated[AnyAddress, AfterValidator(_tcp)] | None = None
     stop_timeout_s: Annotated[Duration, Field(ge=0)] = Field(20.0, alias="stop_timeout")
     discard_host: bool = False
+    save_host: bool = True
     lease_ttl_s: Annotated[Duration, Field(gt=0)] = Field(10.0, alias="lease_ttl")
     heartbeat_s: Annotated[Duration, Field(gt=0)] = Field(1.0, alias="heartbeat")
     lease_cap: Annotated[Size, Field(ge=PAGE_BYTES)] = 0

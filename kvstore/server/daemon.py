@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import fcntl
 import gc
-import hashlib
 import json
 import logging
 import os
@@ -34,7 +33,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore.address import machine_id
-from kvstore.config import WritePolicy
+from kvstore.config import WritePolicy, pool_prefix
 from kvstore.engine import Engine
 from kvstore.engine.host_index import HOST_INDEX_NAME
 from kvstore.errors import ConfigError, KVStoreError
@@ -301,8 +300,7 @@ def serve(config: ServeConfig) -> int:
             log.warning("%s", note)
         try:
             store.mark_open()
-            digest = hashlib.sha256(os.fsencode(config.state.resolve())).hexdigest()[:12]
-            prefix = f"kvstore-{os.getuid()}-{digest}-"
+            prefix = pool_prefix(config.state)
             saved = find_kept_pool(
                 config.state, _SHARED_MEMORY, prefix, machine_id(), discard=config.discard_host
             )

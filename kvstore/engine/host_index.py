@@ -279,7 +279,7 @@ def decode(data: bytes, path: str = HOST_INDEX_NAME) -> HostIndex:
     if version != HOST_INDEX_VERSION:
         raise FormatVersionError(path, version, HOST_INDEX_VERSION)
     reader = _Reader(body, start)
-    machine = reader.take(reader.number(_LENGTH)).decode()
+    machine = reader.take(reader.number(_LENGTH)).decode(errors="replace")
     pool = Path(os.fsdecode(reader.take(reader.number(_LENGTH))))
     control_inode, last_attachment, last_group = reader.unpack(_POOL)
     groups = [_read_group(reader) for _ in range(reader.number(_COUNT))]

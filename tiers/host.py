@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError, TierClosed
 from kvstore.tiers.base import Capabilities, Outcome, Slot, Tier, TierName, TierUsage, Transfer
+from kvstore.tiers.kept_pool import map_group, taken_bytes
 from kvstore.tiers.pool_copy import check_fits, copy_transfers, undisturbed
 from kvstore.tiers.pool_directory import (
     create_pool,
@@ -30,7 +31,7 @@ from kvstore.tiers.pool_directory import (
     slab_path,
 )
 from kvstore.tiers.pool_limits import check_capacity, memory_room
-from kvstore.tiers.slab import MIN_GROUP_BYTES, KeptGroup, Slab, SlabGroup, group_slots
+from kvstore.tiers.slab import MIN_GROUP_BYTES, Slab, SlabGroup, group_slots
 from kvstore.tiers.slots import GroupSlots
 from kvstore.units import format_bytes
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.space import BlockShape
+    from kvstore.tiers.slab import KeptGroup
 
 __all__ = ["HostTier", "remove_stale_pools"]
 
@@ -160,41 +162,15 @@ class HostTier(Tier):
         """
         if self._capacity_bytes <= 0:
             raise ConfigError(f"host pool of {self._capacity_bytes} bytes is not possible")
-        there = sum(path.lstat().st_blocks * 512 for path in self._directory.iterdir())
-        check_capacity(self._directory, self._capacity_bytes, there)
+        check_capacity(self._directory, self._capacity_bytes, taken_bytes(self._directory))
         self.keep = True
         for kept in groups:
-            try:
-                slabs = await asyncio.to_thread(self._adopt, kept)
-            except OSError as error:
-                _log.warning("slab group %d is left out: %s", kept.group, error)
-                continue
-            infos = tuple(slab.info for slab in slabs)
-            info = SlabGroup(kept.group, kept.shape, kept.slots, infos)
-            self._groups[kept.group] = GroupSlots(info, slabs, kept.generations)
-            self._allocated_bytes += info.capacity_bytes
+            group = await asyncio.to_thread(map_group, self._directory, kept)
+            if group is not None:
+                self._groups[kept.group] = group
+                self._allocated_bytes += group.info.capacity_bytes
         self._last_group = last_group
         self._start()
-
-    def _adopt(self, kept: KeptGroup) -> list[Slab]:
-        slabs: list[Slab] = []
-        try:
-            for shard, length in enumerate(kept.lengths):
-                path = slab_path(self._directory, kept.group, shard)
-                slabs.append(
-                    Slab.adopt(
-                        path,
-                        slots=kept.slots,
-                        slot_bytes=kept.shape.slot_bytes,
-                        shard=shard,
-                        length=length,
-                    )
-                )
-        except BaseException:
-            for slab in slabs:
-                slab.close()
-            raise
-        return slabs
 
     def claim(self, slot: Slot, shape: BlockShape) -> bool:
         """Take one certain slot of an adopted group as it is, without a new generation.
@@ -225,17 +201,7 @@ class HostTier(Tier):
 
     def kept_groups(self) -> list[KeptGroup]:
         """Return what the next daemon needs to know of the groups in service."""
-        return [
-            KeptGroup(
-                number,
-                group.info.shape,
-                group.info.slots,
-                tuple(slab.length for slab in group.info.slabs),
-                group.generations(),
-            )
-            for number, group in self._groups.items()
-            if not group.retired
-        ]
+        return [group.kept() for group in self._groups.values() if not group.retired]
 
     @property
     def last_group(self) -> int:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.tiers.slab import KeptGroup
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -90,9 +92,12 @@ class GroupSlots:
         taken = self._taken
         self._free = [index for index in self._free if not taken[index]]
 
-    def generations(self) -> NDArray[np.uint64]:
-        """Return all generations, shape (slots,)."""
-        return np.array(self._generations, np.uint64)
+    def kept(self) -> KeptGroup:
+        """Return what the next daemon needs to know."""
+        info = self.info
+        lengths = tuple(slab.length for slab in info.slabs)
+        generations = np.array(self._generations, np.uint64)
+        return KeptGroup(info.group, info.shape, info.slots, lengths, generations)
 
     def generation(self, index: int) -> int:
         """Return a slot's generation; 0 when it was never taken."""

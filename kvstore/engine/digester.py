@@ -115,6 +115,9 @@ class Digester:
                 self._index.hold_host(block)
             try:
                 await self.digest(batch)
+            except Exception:
+                # The boundary of a batch, as in `_run`.
+                log.exception("digests failed")
             finally:
                 for block in batch:
                     self._index.release_host(block)

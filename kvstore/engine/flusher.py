@@ -4,7 +4,7 @@ For each group of blocks of one shape, parents before children:
 
 1. take disk slots; where there are none, choose victims, whose deletes ride on this group's
    commit and whose slots serve a later group;
-2. hold the host copies and compute missing digests;
+2. hold the host copies, compute missing digests, check adopted bytes against theirs;
 3. write the blocks, then sync the segments;
 4. commit, in one LMDB transaction, the deletes of blocks that left the disk and the records of
    the blocks of this group whose parent is on disk by now;
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from kvstore.engine.counters import Counters
     from kvstore.engine.digester import Digester
     from kvstore.engine.store_thread import StoreThread
+    from kvstore.engine.verifier import Verifier
     from kvstore.index import BlockIndex
     from kvstore.space import BlockShape
     from kvstore.tiers.disk import DiskTier
@@ -78,6 +79,7 @@ class Flusher:
         disk: DiskTier,
         store: StoreThread,
         digester: Digester,
+        verifier: Verifier,
         counters: Counters,
         on_room: Callable[[BlockShape | None], None],
     ) -> None:
@@ -89,6 +91,7 @@ class Flusher:
             disk: takes them.
             store: takes their records.
             digester: computes digests that are missing.
+            verifier: checks bytes that were adopted.
             counters: what happened.
             on_room: called when blocks may leave host that could not before; with the shape of
                 those that are on disk now.
@@ -98,6 +101,7 @@ class Flusher:
         self._disk = disk
         self._store = store
         self._digester = digester
+        self._verifier = verifier
         self._counters = counters
         self._on_room = on_room
         self._queue: deque[Block] = deque()
@@ -393,6 +397,7 @@ class Flusher:
 
     async def _write(self, group: _Group) -> list[Outcome]:
         await self._digester.digest(group.blocks)
+        await self._verifier.wait_for(group.blocks)
         transfers = [
             Transfer(slot, self._host.views(b.host), b.space.spec.shard_bytes)
             for b, slot in zip(group.blocks, group.slots, strict=True)

@@ -47,6 +47,8 @@ class Block:
         flush: its way to disk.
         recorded: sequence number in the block's record on disk.
         uses: how often it was leased or streamed.
+        unchecked: the host copy was adopted from an earlier daemon, and its bytes were not compared
+            with the digests yet: present, but not to be read.
         in_host_queue: it has an entry in the host tier's eviction queue; likewise for disk.
         dead: it left the index while something still held a copy; slots are freed at the last
             release.
@@ -74,6 +76,7 @@ class Block:
         "recorded",
         "sequence",
         "space",
+        "unchecked",
         "uses",
     )
 
@@ -98,9 +101,15 @@ class Block:
         self.flush = Flush.NONE
         self.recorded = 0
         self.uses = 0
+        self.unchecked = False
         self.in_host_queue = False
         self.in_disk_queue = False
         self.dead = False
+
+    @property
+    def readable(self) -> bool:
+        """Whether there is a host copy that may be read now."""
+        return self.host is not None and not self.unchecked
 
     def link(self) -> None:
         """Become a child of the parent."""

@@ -157,6 +157,41 @@ class BlockIndex:
             queue = self._disk_queues[space.shape]
             queue.offer_all(b for b in space.blocks.values() if not b.disk_children)
 
+    def adopt_host(
+        self,
+        space: SpaceIndex,
+        key: bytes,
+        parent: Block | None,
+        slot: Slot,
+        digests: tuple[int, ...],
+        sequence: int,
+    ) -> Block:
+        """Add the host copy that an earlier daemon left, to a block on disk or to a new one.
+
+        Its bytes are unchecked. `adopted` must follow when all are in.
+        """
+        block = space.blocks.get(key)
+        if block is None:
+            block = Block(space, key, parent, sequence)
+            block.link()
+            block.digests = digests
+            space.blocks[key] = block
+        block.host = slot
+        block.unchecked = True
+        block.sequence = max(block.sequence, sequence)
+        space.host_blocks += 1
+        if parent is not None:
+            parent.host_children += 1
+        self.sequence = max(self.sequence, sequence)
+        return block
+
+    def adopted(self) -> None:
+        """Queue what may leave host, after the last `adopt_host`."""
+        for space in self.spaces.values():
+            in_host = [b for b in space.blocks.values() if b.host is not None]
+            self._host_queues[space.shape].offer_all(in_host)
+            self._disk_queues[space.shape].offer_all(b for b in in_host if b.disk is not None)
+
     def put_host(self, block: Block, slot: Slot) -> None:
         """Record a host copy."""
         block.host = slot
@@ -179,6 +214,7 @@ class BlockIndex:
         if slot is None:
             return
         block.host = None
+        block.unchecked = False
         block.space.host_blocks -= 1
         if block.parent is not None:
             block.parent.host_children -= 1

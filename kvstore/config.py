@@ -10,6 +10,7 @@ Every problem is a ``ConfigError`` of one line that starts with the name of the 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import ipaddress
 import os
 import tomllib
@@ -33,7 +34,7 @@ from kvstore.address import Address, default_address, parse_address
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.units import GIB, MIB, PAGE_BYTES, format_bytes, parse_bytes, parse_seconds
 
-__all__ = ["ServeConfig", "WritePolicy", "default_state_directory", "load_config"]
+__all__ = ["ServeConfig", "WritePolicy", "default_state_directory", "load_config", "pool_prefix"]
 
 # "auto" takes this share of what is available, and never more than this many bytes: the default
 # must be harmless on a workstation, and whoever has a server gives a size.
@@ -71,18 +72,37 @@ def _cgroup_available_bytes() -> int | None:
     return None if limit == "max" else max(0, int(limit) - int(used))
 
 
-def _auto_host_pool_bytes() -> int:
+def pool_prefix(state: Path) -> str:
+    """Return how the names of the pools of a state directory begin."""
+    digest = hashlib.sha256(os.fsencode(state.resolve())).hexdigest()[:12]
+    return f"kvstore-{os.geteuid()}-{digest}-"
+
+
+def _own_bytes(state: Path) -> int:
+    """Return the memory in pools of earlier daemons: the next one adopts or removes them."""
+    pools = _SHARED_MEMORY.glob(pool_prefix(state) + "*")
+    try:
+        return sum(file.lstat().st_blocks * 512 for pool in pools for file in pool.iterdir())
+    except OSError:
+        return 0
+
+
+def _auto_host_pool_bytes(state: Path) -> int:
     """Return the host pool's size for ``auto``, a whole number of MiB.
+
+    Args:
+        state: the state directory, whose earlier pools do not count as taken.
 
     Raises:
         ConfigError: there is too little memory for any pool.
     """
-    available = psutil.virtual_memory().available
+    own = _own_bytes(state)
+    available = psutil.virtual_memory().available + own
     cgroup = _cgroup_available_bytes()
     if cgroup is not None:
-        available = min(available, cgroup)
+        available = min(available, cgroup + own)
     shared = os.statvfs(_SHARED_MEMORY)
-    free_shared = shared.f_bavail * shared.f_frsize
+    free_shared = shared.f_bavail * shared.f_frsize + own
     size = min(int(available * _AUTO_SHARE), _AUTO_CAP_BYTES, int(free_shared * 0.8))
     size -= size % MIB
     if size < _MIN_HOST_POOL_BYTES:
@@ -183,6 +203,7 @@ class ServeConfig(BaseModel):
         metrics: TCP address of the Prometheus endpoint; None: none.
         stop_timeout_s: how long a stop may flush.
         discard_host: ignore saved host contents at start.
+        save_host: keep host contents in memory at a stop, for the next start.
         lease_ttl_s: leases of an attachment silent for that long expire.
         heartbeat_s: interval at which attachments report.
         lease_cap: most bytes that one client may hold leases on.
@@ -198,9 +219,7 @@ class ServeConfig(BaseModel):
         default_factory=_default_listen, min_length=1
     )
     state: Directory = Field(default_factory=default_state_directory)
-    host_pool: Annotated[Size, Field(ge=_MIN_HOST_POOL_BYTES)] = Field(
-        default_factory=_auto_host_pool_bytes
-    )
+    host_pool: Annotated[Size, Field(ge=_MIN_HOST_POOL_BYTES)] = 0  # auto: see `_check`
     disk: Directory | None = None
     disk_capacity: Annotated[Size, Field(ge=_MIN_HOST_POOL_BYTES)] | None = None
     gpu_pool: Annotated[str, BeforeValidator(_gpu_pool)] = "0"
@@ -209,6 +228,7 @@ class ServeConfig(BaseModel):
     metrics: Annotated[AnyAddress, AfterValidator(_tcp)] | None = None
     stop_timeout_s: Annotated[Duration, Field(ge=0)] = Field(20.0, alias="stop_timeout")
     discard_host: bool = False
+    save_host: bool = True
     lease_ttl_s: Annotated[Duration, Field(gt=0)] = Field(10.0, alias="lease_ttl")
     heartbeat_s: Annotated[Duration, Field(gt=0)] = Field(1.0, alias="heartbeat")
     lease_cap: Annotated[Size, Field(ge=PAGE_BYTES)] = 0
@@ -228,7 +248,9 @@ class ServeConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> ServeConfig:
-        """Check what settings must hold together."""
+        """Check what settings must hold together, and fill in those that follow from others."""
+        if self.host_pool == 0:
+            object.__setattr__(self, "host_pool", _auto_host_pool_bytes(self.state))
         for name in ("lease_cap", "grant_cap"):
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, self.host_pool // 2)

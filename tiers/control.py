@@ -44,6 +44,16 @@ class ControlFile:
         self._last_id += 1
         return self._last_id
 
+    @property
+    def last_id(self) -> int:
+        """The last id that was handed out."""
+        return self._last_id
+
+    @property
+    def inode(self) -> int:
+        """Number that tells this file from another of its name."""
+        return os.fstat(self._fd).st_ino
+
     def skip_to(self, attachment_id: int) -> None:
         """Hand out no id up to this one: a daemon that adopts a pool does not reuse its ids."""
         self._last_id = max(self._last_id, attachment_id)

@@ -21,8 +21,15 @@ from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError, TierClosed
 from kvstore.tiers.base import Capabilities, Outcome, Slot, Tier, TierName, TierUsage, Transfer
+from kvstore.tiers.kept_pool import map_group, taken_bytes
 from kvstore.tiers.pool_copy import check_fits, copy_transfers, undisturbed
-from kvstore.tiers.pool_directory import create_pool, remove_pool, remove_stale_pools, slab_path
+from kvstore.tiers.pool_directory import (
+    create_pool,
+    remove_pool,
+    remove_stale_pools,
+    remove_strays,
+    slab_path,
+)
 from kvstore.tiers.pool_limits import check_capacity, memory_room
 from kvstore.tiers.slab import MIN_GROUP_BYTES, Slab, SlabGroup, group_slots
 from kvstore.tiers.slots import GroupSlots
@@ -32,6 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.space import BlockShape
+    from kvstore.tiers.slab import KeptGroup
 
 __all__ = ["HostTier", "remove_stale_pools"]
 
@@ -50,6 +58,7 @@ class HostTier(Tier):
     Attributes:
         on_group: called on the event loop's thread with each group that becomes ready, before
             anybody else can allocate from it. Set by the owner before `want`.
+        keep: `close` leaves files and directory where they are, for the next daemon.
         on_no_room: called on the event loop's thread when growth ends short of what was wanted:
             who waits for it should free slots instead.
     """
@@ -70,7 +79,8 @@ class HostTier(Tier):
         """Describe a pool; nothing is taken before `open`.
 
         Args:
-            directory: made by `open`, in a tmpfs or hugetlbfs; removed by `close`.
+            directory: made by `open`, in a tmpfs or hugetlbfs; removed by `close`. Or what an
+                earlier daemon left there: see `open_kept`.
             capacity_bytes: limit of all slots together. Slab headers come on top (8 bytes a slot).
             populate_threads: threads that fault in the pages of a new slab.
             copy_threads: threads for `read` and `write`.
@@ -79,6 +89,7 @@ class HostTier(Tier):
         """
         self.on_group: Callable[[SlabGroup], None] = _ignore
         self.on_no_room: Callable[[], None] = _ignore
+        self.keep = False
         self._directory = directory
         self._capacity_bytes = capacity_bytes
         self._populate_threads = populate_threads
@@ -132,6 +143,72 @@ class HostTier(Tier):
         except BaseException:
             remove_pool(self._directory)
             raise
+        self._start()
+
+    async def open_kept(self, groups: Sequence[KeptGroup], last_group: int) -> None:
+        """Open, in place of `open`, what an earlier daemon closed with `keep` set.
+
+        Groups whose files are not as they were are left out. Of the others, the owner says which
+        slots are in use with `claim`, until `claimed`; and, once it is sure to go on with this
+        pool, removes the rest with `remove_strays`. Until then nothing is changed but the
+        generations in the headers, and `keep` is set.
+
+        Args:
+            groups: what is left; within the capacity.
+            last_group: the highest number that was ever used.
+
+        Raises:
+            ConfigError: the capacity is not possible; nothing is changed.
+        """
+        if self._capacity_bytes <= 0:
+            raise ConfigError(f"host pool of {self._capacity_bytes} bytes is not possible")
+        check_capacity(self._directory, self._capacity_bytes, taken_bytes(self._directory))
+        self.keep = True
+        for kept in groups:
+            group = await asyncio.to_thread(map_group, self._directory, kept)
+            if group is not None:
+                self._groups[kept.group] = group
+                self._allocated_bytes += group.info.capacity_bytes
+        self._last_group = last_group
+        self._start()
+
+    def claim(self, slot: Slot, shape: BlockShape) -> bool:
+        """Take one certain slot of an adopted group as it is, without a new generation.
+
+        Returns:
+            False when it is taken already, or there is no such slot of this shape.
+        """
+        group = self._groups.get(slot.group)
+        if group is None or group.info.shape != shape or not group.claim(slot.index):
+            return False
+        self._used_bytes += shape.block_bytes
+        return True
+
+    def claimed(self) -> None:
+        """Everything that was not claimed is free."""
+        for number, group in self._groups.items():
+            group.claimed()
+            if group.free_count:
+                self._ready.setdefault(group.info.shape, {})[number] = group
+
+    def remove_strays(self) -> None:
+        """Remove slab files of no group, in the background; `close` removes the others again."""
+        assert self._builder is not None
+        self.keep = False
+        ours = {slab.info.path for group in self._groups.values() for slab in group.slabs}
+        # Before the next group is made: the same thread does both.
+        self._builder.submit(remove_strays, self._directory, ours)
+
+    def kept_groups(self) -> list[KeptGroup]:
+        """Return what the next daemon needs to know of the groups in service."""
+        return [group.kept() for group in self._groups.values() if not group.retired]
+
+    @property
+    def last_group(self) -> int:
+        """The highest group number that was ever used in this directory."""
+        return self._last_group
+
+    def _start(self) -> None:
         self._created = True
         # One group at a time: its own threads populate it, and capacity is never planned twice.
         self._builder = ThreadPoolExecutor(1, "host-slabs")
@@ -139,7 +216,10 @@ class HostTier(Tier):
         self._open = True
 
     async def close(self) -> None:
-        """Wait for transfers and the group being made; unmap; remove files and directory."""
+        """Wait for transfers and the group being made; unmap; remove files and directory.
+
+        With `keep` set the files stay.
+        """
         self._open = False
         self._owed.clear()
         async with self._closing:
@@ -156,7 +236,11 @@ class HostTier(Tier):
         self._groups.clear()
         self._ready.clear()
         self._allocated_bytes = self._used_bytes = 0
-        await asyncio.to_thread(_discard, [slab for group in groups for slab in group.slabs])
+        slabs = [slab for group in groups for slab in group.slabs]
+        if self.keep:
+            await asyncio.to_thread(lambda: [slab.close() for slab in slabs])
+            return
+        await asyncio.to_thread(_discard, slabs)
         if self._created:  # otherwise the directory, if there is one, is somebody else's
             self._created = False
             remove_pool(self._directory)

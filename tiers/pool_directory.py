@@ -12,9 +12,10 @@ from kvstore.errors import ConfigError
 from kvstore.tiers.control import CONTROL_NAME
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
-__all__ = ["create_pool", "remove_pool", "remove_stale_pools", "slab_path"]
+__all__ = ["create_pool", "remove_pool", "remove_stale_pools", "remove_strays", "slab_path"]
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +52,13 @@ def remove_pool(directory: Path) -> None:
             directory.rmdir()
         except OSError as error:
             _log.warning("cannot remove pool directory %s: %s", directory, error.strerror)
+
+
+def remove_strays(directory: Path, ours: Collection[Path]) -> None:
+    """Remove slabs that nobody knows any more from a pool that was adopted."""
+    for path in directory.iterdir():
+        if path.name.startswith("slab-") and path not in ours:
+            path.unlink(missing_ok=True)
 
 
 def remove_stale_pools(root: Path, prefix: str, keep: Path) -> list[Path]:

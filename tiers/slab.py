@@ -17,7 +17,9 @@ removed slab reads what was there, not somebody else's block.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -32,7 +34,15 @@ if TYPE_CHECKING:
 
     from kvstore.space import BlockShape
 
-__all__ = ["MIN_GROUP_BYTES", "Slab", "SlabGroup", "SlabInfo", "data_offset", "group_slots"]
+__all__ = [
+    "MIN_GROUP_BYTES",
+    "KeptGroup",
+    "Slab",
+    "SlabGroup",
+    "SlabInfo",
+    "data_offset",
+    "group_slots",
+]
 
 MIN_GROUP_BYTES: Final = 16 * MIB
 _MAX_GROUP_BYTES: Final = 1 * GIB
@@ -40,6 +50,7 @@ _GROUPS_PER_POOL: Final = 64
 _MIN_SLOTS: Final = 8
 # A shape that is new gets its first group from the slabs of others: not more than this part.
 _LARGEST_PART: Final = 4
+_STAT_BLOCK_BYTES: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +89,30 @@ class SlabGroup:
     shape: BlockShape
     slots: int
     slabs: tuple[SlabInfo, ...]
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that count against the pool's capacity: slots, not headers."""
+        return self.slots * self.shape.block_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptGroup:
+    """A slab group that outlives its daemon.
+
+    Attributes:
+        group: number.
+        shape: of the blocks.
+        slots: blocks that fit.
+        lengths: of the slab files, bytes, one per shard.
+        generations: of the slots, shape (slots,).
+    """
+
+    group: int
+    shape: BlockShape
+    slots: int
+    lengths: tuple[int, ...]
+    generations: NDArray[np.uint64]
 
     @property
     def capacity_bytes(self) -> int:
@@ -156,6 +191,32 @@ class Slab:
             raise
         finally:
             os.close(fd)
+
+    @classmethod
+    def adopt(cls, path: Path, *, slots: int, slot_bytes: int, shard: int, length: int) -> Slab:
+        """Map a file that an earlier daemon made; nothing is faulted in. About 20 µs.
+
+        Raises:
+            OSError: it is not there, or not as it was: another size, or with holes.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            status = os.fstat(fd)
+            offset = data_offset(slots)
+            # A page that is not there is SIGBUS once the file system is full.
+            whole = status.st_size == length and status.st_blocks * _STAT_BLOCK_BYTES >= length
+            if (
+                not stat.S_ISREG(status.st_mode)
+                or not whole
+                or offset + slots * slot_bytes > length
+            ):
+                raise OSError(errno.EINVAL, "is not as it was", str(path))
+            mapping = Mapping(fd, length)
+            mapping.dontfork()
+            mapping.advise_huge()
+        finally:
+            os.close(fd)
+        return cls(SlabInfo(path, offset, length, slot_bytes, slots, shard), mapping)
 
     def set_generations(self, indices: NDArray[np.intp], values: NDArray[np.uint64]) -> None:
         """Store generations where every process sees them."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.tiers.slab import KeptGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +29,16 @@ class GroupSlots:
 
     __slots__ = ("_free", "_generations", "_taken", "info", "retired", "slabs", "used_count")
 
-    def __init__(self, info: SlabGroup, slabs: Sequence[Slab]) -> None:
-        """All slots are free, at generation 0."""
+    def __init__(
+        self,
+        info: SlabGroup,
+        slabs: Sequence[Slab],
+        generations: NDArray[np.uint64] | None = None,
+    ) -> None:
+        """All slots are free, at generation 0 or at those that an earlier daemon left.
+
+        The latter are written to the headers: readers compare with those.
+        """
         self.info = info
         self.slabs = slabs
         self.retired = False
@@ -37,6 +48,10 @@ class GroupSlots:
         self._taken = bytearray(info.slots)
         # The headers are writable by every client: this copy is the one that counts.
         self._generations = [0] * info.slots
+        if generations is not None:
+            self._generations = generations.tolist()
+            for slab in slabs:
+                slab.set_generations(np.arange(info.slots), generations)
 
     @property
     def free_count(self) -> int:
@@ -60,6 +75,29 @@ class GroupSlots:
         for slab in self.slabs:
             slab.set_generations(at, raised)
         return indices
+
+    def claim(self, index: int) -> bool:
+        """Take one certain slot as it is; False when it is taken, or not there.
+
+        For adoption only: `claimed` must follow before anything else.
+        """
+        if not 0 <= index < self.info.slots or self._taken[index]:
+            return False
+        self._taken[index] = 1
+        self.used_count += 1
+        return True
+
+    def claimed(self) -> None:
+        """Leave what was claimed out of the free slots."""
+        taken = self._taken
+        self._free = [index for index in self._free if not taken[index]]
+
+    def kept(self) -> KeptGroup:
+        """Return what the next daemon needs to know."""
+        info = self.info
+        lengths = tuple(slab.length for slab in info.slabs)
+        generations = np.array(self._generations, np.uint64)
+        return KeptGroup(info.group, info.shape, info.slots, lengths, generations)
 
     def generation(self, index: int) -> int:
         """Return a slot's generation; 0 when it was never taken."""

@@ -225,7 +225,7 @@ class ChildDaemon:
         self.address = f"unix://{directory / 'kvstore.sock'}"
         command = [
             *(sys.executable, "-m", "kvstore", "serve"),
-            *("--listen", self.address, "--state", str(directory / "state")),
+            *("--listen", self.address, "--state", str(directory / "state"), "--no-save-host"),
             *options,
         ]
         begin = time.monotonic()

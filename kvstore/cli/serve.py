@@ -78,6 +78,13 @@ def serve(
             "Ignore the host contents that the last run saved.",
         ),
     ] = None,
+    save_host: Annotated[
+        bool | None,
+        _flag(
+            "--save-host/--no-save-host",
+            "Keep host contents in memory when stopped, for the next start.",
+        ),
+    ] = None,
     lease_ttl: Annotated[
         str | None,
         _flag("--lease-ttl", "Silence after which a client's leases end.", "SECONDS"),
@@ -112,6 +119,7 @@ def serve(
         "metrics": metrics,
         "stop_timeout": stop_timeout,
         "discard_host": discard_host,
+        "save_host": save_host,
         "lease_ttl": lease_ttl,
         "heartbeat": heartbeat,
         "lease_cap": lease_cap,

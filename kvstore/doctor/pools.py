@@ -103,10 +103,8 @@ def find_pools(root: Path = SHARED_MEMORY, processes: Path = Path("/proc")) -> l
 
 
 def taken_bytes(pools: Sequence[Pool], prefix: str) -> int:
-    """Return what the running daemon of a state directory has taken; 0 when none runs."""
-    return sum(
-        pool.taken_bytes for pool in pools if pool.used and pool.path.name.startswith(prefix)
-    )
+    """Return what a state directory's daemon has taken, or what the last one left to the next."""
+    return sum(pool.taken_bytes for pool in pools if pool.path.name.startswith(prefix))
 
 
 def check_leftovers(pools: Sequence[Pool], prefix: str, user: int) -> Iterator[Finding]:

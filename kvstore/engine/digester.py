@@ -103,6 +103,26 @@ class Digester:
         for block, digest in zip(todo, digests, strict=True):
             block.digests = digest
 
+    async def complete(self, blocks: Sequence[Block], timeout: float) -> None:
+        """Compute what is missing, as far as there is time: `timeout` seconds."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        for at in range(0, len(blocks), _BATCH):
+            batch = [b for b in blocks[at : at + _BATCH] if b.host is not None and not b.dead]
+            if loop.time() >= deadline:
+                break
+            for block in batch:
+                self._index.hold_host(block)
+            try:
+                await self.digest(batch)
+            except Exception:
+                # The boundary of a batch, as in `_run`.
+                log.exception("digests failed")
+            finally:
+                for block in batch:
+                    self._index.release_host(block)
+        self._on_released()
+
     async def _run(self) -> None:
         while True:
             if not self._queue:

@@ -66,6 +66,17 @@ class Deletes:
         del self._waiting[:_DELETES_AT_ONCE]
         return taken
 
+    @staticmethod
+    def names(taken: Sequence[tuple[Block, Slot]]) -> list[tuple[bytes, bytes]]:
+        """Return the (space id, key) of the records to delete, as of now."""
+        names = []
+        for block, _ in taken:
+            current = block.space.blocks.get(block.key)
+            # One that came back under the same key has a record of its own by now.
+            if current is None or current.disk is None:
+                names.append((block.space.id, block.key))
+        return names
+
     def done(self, taken: Sequence[tuple[Block, Slot]]) -> list[Slot]:
         """They are durable; return the slots, which are free now."""
         for block, _ in taken:

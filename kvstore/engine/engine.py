@@ -12,6 +12,8 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from kvstore.engine.adoption import adopt, fitting, snapshot
+from kvstore.engine.arrivals import Arrivals
 from kvstore.engine.attachments import Attachment, Attachments, State
 from kvstore.engine.counters import Counters, UsageCounts
 from kvstore.engine.digester import Digester
@@ -19,11 +21,13 @@ from kvstore.engine.disk_shrinker import DiskShrinker
 from kvstore.engine.events import GenerationSlots
 from kvstore.engine.flusher import Flusher
 from kvstore.engine.grants import Grants
+from kvstore.engine.host_index import encode, remove_host_index, write_host_index
 from kvstore.engine.host_shrinker import HostShrinker
 from kvstore.engine.housekeeper import Housekeeper
 from kvstore.engine.leases import Acquired, Leases
 from kvstore.engine.misses import miss_of
 from kvstore.engine.pins import Pins
+from kvstore.engine.quarantine import Quarantine
 from kvstore.engine.read import Read
 from kvstore.engine.recovery import recover
 from kvstore.engine.removal import Removal
@@ -33,6 +37,7 @@ from kvstore.engine.room import HostRoom
 from kvstore.engine.scrubber import Scrubber
 from kvstore.engine.store_thread import StoreThread
 from kvstore.engine.tickets import Tickets
+from kvstore.engine.verifier import Verifier
 from kvstore.errors import InvalidRequest, StaleEpoch, UnknownSpace
 from kvstore.index import Block, BlockIndex, Flush, SpaceIndex
 from kvstore.miss import Miss
@@ -43,8 +48,10 @@ from kvstore.tiers.control import ControlFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from kvstore.engine.budget import DiskBudget
+    from kvstore.engine.host_index import HostIndex
     from kvstore.index.lmdb_store import MetaStore
     from kvstore.space import SpaceSpec
     from kvstore.tiers.disk import DiskTier
@@ -116,27 +123,45 @@ class Engine:
         self._store_thread = StoreThread(store)
         self._digest_threads = ThreadPoolExecutor(2, "digest")
         self.digester = Digester(self.index, host, self._digest_threads, self._notify)
+        self.verifier = Verifier(
+            self.index, host, self._digest_threads, self.counters, self._notify
+        )
+        self._arrivals = Arrivals(self.verifier)
         self.leases = Leases(
-            self.index, host, self.counters, cap_bytes=lease_cap_bytes, on_released=self._notify
+            self.index,
+            host,
+            self.counters,
+            self._arrivals,
+            cap_bytes=lease_cap_bytes,
+            on_released=self._notify,
         )
         self.flusher: Flusher | None = None
         self.promoter: Promoter | None = None
         self.scrubber: Scrubber | None = None
-        self.tickets = Tickets(self.index, self.leases)
+        self.tickets = Tickets(self.index, self.leases, self._arrivals)
         self.pins = Pins(self.index, self._store_thread)
         self._housekeeper = Housekeeper(self.index, self.pins, self.tickets)
         self._reads: set[Read] = set()
         self.recovered_blocks = 0
+        self.adopted_blocks = 0
 
-    async def start(self) -> None:
-        """Open the tiers, recover the disk's index, begin to serve.
+    async def start(self, saved: HostIndex | None = None) -> None:
+        """Open the tiers, recover the disk's index, adopt the host's, begin to serve.
+
+        Args:
+            saved: what an earlier daemon left in the host tier's directory. Nothing takes a host
+                slot then before `begin`.
 
         Raises:
             ConfigError: a tier cannot be opened; nothing is left open.
         """
         async with contextlib.AsyncExitStack() as opened:
             opened.callback(self._shut_threads)
-            await self.host.open()
+            if saved is None:
+                await self.host.open()
+            else:
+                saved = fitting(saved, self.host.usage().capacity_bytes)
+                await self.host.open_kept(saved.groups, saved.last_group)
             opened.push_async_callback(self.host.close)
             self._compose()
             opened.callback(self.control.close)
@@ -148,14 +173,51 @@ class Engine:
                 opened.push_async_callback(self.disk.close)
                 await self._recover(self.disk)
                 self._compose_disk(self.disk)
+            if saved is not None:
+                self._adopt(saved)
             self.pins.restore()
             opened.pop_all()
         if self.flusher is not None and self.promoter is not None:
             self.flusher.start()
             self.promoter.start()
         self.digester.start()
+        self.verifier.start()
+        self.quarantine.start()
         self.attachments.start()
         self._housekeeper.start()
+
+    def begin(self, host_index: Path) -> None:
+        """Invalidate the saved host index: from here on slots may be granted.
+
+        Raises:
+            OSError: it may be there still; nothing is granted.
+        """
+        remove_host_index(host_index)
+        if self.host.keep:
+            self.host.remove_strays()
+        self.room.closed = False
+
+    def _adopt(self, saved: HostIndex) -> None:
+        """Take in what an earlier daemon left in memory."""
+        self.room.closed = True
+        self.control.skip_to(saved.last_attachment)
+        adopted = adopt(self.index, self.host, saved)
+        for group in self.host.groups():
+            self.attachments.announce(group)
+        self.quarantine.add(adopted.busy)
+        self.verifier.add(adopted.blocks)
+        self.adopted_blocks = len(adopted.blocks)
+        self.counters.counts["adopted_blocks"] = len(adopted.blocks)
+        self.counters.counts["adoption_dropped_blocks"] = adopted.dropped
+        log.info(
+            "adopted %d blocks in host memory, %d could not be",
+            len(adopted.blocks),
+            adopted.dropped,
+        )
+        if self.flusher is not None and self._flush_on_commit:
+            for block in adopted.blocks:
+                if block.disk is None:
+                    self.flusher.committed(block)
 
     def _compose(self) -> None:
         """Put together what needs the pool's directory."""
@@ -168,6 +230,7 @@ class Engine:
         )
         self.room = HostRoom(self.host, self.index, self.counters, self.attachments)
         self.room.held = self._may_let_go
+        self.quarantine = Quarantine(self.control, self._free_host)
         self.reservations = Reservations(
             self.index, self.grants, self.room, cap_bytes=self._grant_cap_bytes
         )
@@ -186,6 +249,7 @@ class Engine:
             HostShrinker(self.host, self.index, self.room),
             self._host_resized,
         )
+        self.verifier.on_damaged = self.removal.corrupt_in_host
         self.host.on_group = self._new_group
         self.host.on_no_room = self._notify
 
@@ -206,6 +270,7 @@ class Engine:
             disk,
             self._store_thread,
             self.digester,
+            self.verifier,
             self.counters,
             self.room.made,
             self.budget,
@@ -217,8 +282,7 @@ class Engine:
         self.room.flush_on_evict = not (self._flush_on_commit or self._flush_on_reuse)
         self.room.flush_on_reuse = self._flush_on_reuse
         self.removal.flusher = self.flusher
-        self.leases.promoter = self.promoter
-        self.tickets.promoter = self.promoter
+        self._arrivals.promoter = self.promoter
         self._housekeeper.disk = disk
         self._housekeeper.flusher = self.flusher
         self.scrubber = Scrubber(
@@ -260,16 +324,48 @@ class Engine:
         if self.flusher is not None:
             self.flusher.wake()
 
-    async def quiesce(self, flush_timeout: float) -> None:
-        """Before a stop: grant nothing more, and flush what there is time for."""
+    async def quiesce(
+        self, timeout: float, host_index: Path | None = None, machine: str = ""
+    ) -> None:
+        """Before a stop: grant nothing more, save the host index, flush what there is time for.
+
+        Args:
+            timeout: for all of it, seconds.
+            host_index: file to save the host's index to, so that its slabs are kept; None: they
+                are removed.
+            machine: id of the kernel's boot.
+        """
         self.reservations.closed = True
+        self.room.closed = True
+        deadline = asyncio.get_running_loop().time() + timeout
         await self._stop_upkeep()
+        if host_index is not None:
+            try:
+                await self._save_host(host_index, machine, timeout)
+            except (OSError, ValueError) as error:
+                log.warning("stop: the host index is not saved: %s", error)
         try:
-            _, skipped = await self.flush(flush_timeout, unused=False)
+            left = deadline - asyncio.get_running_loop().time()
+            _, skipped = await self.flush(max(0.0, left), unused=False)
             if skipped:
                 log.warning("stop: %d blocks are not on disk (%s)", len(skipped), self.why_skipped)
         except TimeoutError:
-            log.warning("stop: the flush did not finish within %.1f s", flush_timeout)
+            log.warning("stop: the flush did not finish within %.1f s", timeout)
+
+    async def _save_host(self, path: Path, machine: str, timeout: float) -> None:
+        """Save the host index and see to it that the slabs stay.
+
+        Raises:
+            OSError, ValueError: it is not saved.
+        """
+        blocks = [b for space in self.index.spaces.values() for b in space.blocks.values()]
+        await self.digester.complete([b for b in blocks if b.digests is None], timeout)
+        saved = snapshot(self.index, self.host, self.grants, self.quarantine, self.control, machine)
+        if not saved.blocks and not saved.busy:
+            return
+        await asyncio.to_thread(lambda: write_host_index(path, encode(saved)))
+        self.host.keep = True
+        log.info("saved the index of %d blocks in host memory", saved.blocks)
 
     async def _stop_upkeep(self) -> None:
         """Break off what goes on besides serving."""
@@ -293,6 +389,8 @@ class Engine:
         if self.flusher is not None:
             await self._housekeeper.save_touches()
             await self.flusher.stop()
+        await self.verifier.stop()
+        await self.quarantine.stop()
         if self.disk is not None:
             await self.disk.close()
         self._shut_threads()
@@ -312,7 +410,7 @@ class Engine:
         if promoting:
             held -= self.leases.held_waiting() + sum(read.held_waiting for read in self._reads)
         moving = self.promoter is not None and self.promoter.moving
-        return bool(self.grants.slot_count or held or moving)
+        return bool(self.grants.slot_count or len(self.quarantine) or held or moving)
 
     def _free_host(self, slot: Slot) -> None:
         self.room.free(slot)
@@ -474,7 +572,7 @@ class Engine:
         for block in run:
             block.uses += 1
         self._used_again(run)
-        read = Read(self.index, self.promoter, run, miss, self._let_go)
+        read = Read(self.index, self._arrivals, run, miss, self._let_go)
         self._reads.add(read)
         return read
 

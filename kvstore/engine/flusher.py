@@ -4,7 +4,7 @@ For each group of blocks of one shape, parents before children:
 
 1. take disk slots; where there are none, choose victims, whose deletes ride on this group's
    commit and whose slots serve a later group;
-2. hold the host copies and compute missing digests;
+2. hold the host copies, compute missing digests, check adopted bytes against theirs;
 3. write the blocks, then sync the segments;
 4. commit, in one LMDB transaction, the deletes of blocks that left the disk and the records of
    the blocks of this group whose parent is on disk by now;
@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvstore.engine.disk_room import Deletes, DiskRoom
+from kvstore.engine.refused import RefusedBlocks
 from kvstore.engine.room import Signal
 from kvstore.errors import KVStoreError, TierError
 from kvstore.index import Block, Flush
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvstore.engine.counters import Counters
     from kvstore.engine.digester import Digester
     from kvstore.engine.store_thread import StoreThread
+    from kvstore.engine.verifier import Verifier
     from kvstore.index import BlockIndex
     from kvstore.space import BlockShape
     from kvstore.tiers.disk import DiskTier
@@ -53,11 +54,9 @@ log = logging.getLogger(__name__)
 _GROUP_BYTES: Final = 64 << 20
 _GROUP_BLOCKS: Final = 256
 _GROUPS_AT_ONCE: Final = 2
-# What was refused is tried again no sooner; after failures that go on, later and later.
+# A queue that cannot go on is looked at again after this long.
 _RETRY_SECONDS: Final = 2.0
-_LAST_RETRY_SECONDS: Final = 60.0
 # Blocks dealt with in one go of the loop.
-_RETRIED_AT_ONCE: Final = 8192
 _ENQUEUED_AT_ONCE: Final = 2000
 # How often it is looked whether the budget has something again.
 _BUDGET_SECONDS: Final = 30.0
@@ -90,6 +89,7 @@ class Flusher:
         disk: DiskTier,
         store: StoreThread,
         digester: Digester,
+        verifier: Verifier,
         counters: Counters,
         on_room: Callable[[BlockShape | None], None],
         budget: DiskBudget | None = None,
@@ -102,6 +102,7 @@ class Flusher:
             disk: takes them.
             store: takes their records.
             digester: computes digests that are missing.
+            verifier: checks bytes that were adopted.
             counters: what happened.
             on_room: called when blocks may leave host that could not before; with the shape of
                 those that are on disk now.
@@ -115,13 +116,11 @@ class Flusher:
         self._disk = disk
         self._store = store
         self._digester = digester
+        self._verifier = verifier
         self._counters = counters
         self._on_room = on_room
         self._queue: deque[Block] = deque()
-        self._refused: dict[Block, None] = {}
-        self._prune_at = _GROUP_BLOCKS
-        self._retry_at = 0.0
-        self._retry_seconds = _RETRY_SECONDS
+        self._refused = RefusedBlocks()
         self._stuck_since: float | None = None
         self._deletes = Deletes()
         self._disk_room = DiskRoom(index, disk, self._deletes, counters)
@@ -178,7 +177,7 @@ class Flusher:
             chain.append(at)
             at = at.parent
         for member in reversed(chain):
-            self._refused.pop(member, None)
+            self._refused.discard(member)
             member.flush = Flush.QUEUED
             if member.parent is not None:
                 member.parent.queued_children += 1
@@ -204,7 +203,7 @@ class Flusher:
         if parent is not None and self._is_lost(parent):
             block.flush = Flush.REFUSED
             self._counters.counts[f"flush_skipped_{self._why_lost()}_blocks"] += 1
-            self._remember_refused(block)
+            self._refused.add(block)
             self._index.offer(block)
         else:
             self.enqueue(block)
@@ -216,7 +215,7 @@ class Flusher:
             blocks: parents first; what the first ones hang on is on disk.
         """
         for block in reversed(blocks):
-            self._refused.pop(block, None)
+            self._refused.discard(block)
             block.flush = Flush.QUEUED
             if block.parent is not None:
                 block.parent.queued_children += 1
@@ -234,13 +233,10 @@ class Flusher:
 
     def retry_refused(self) -> None:
         """Give blocks that were refused another chance (room was made, or the disk is back)."""
-        # The oldest first; those that are refused again go behind the others.
-        refused = list(itertools.islice(self._refused, _RETRIED_AT_ONCE))
-        self._index.disk_room_hint = len(refused) < len(self._refused)
+        refused = self._refused.take()
+        self._index.disk_room_hint = bool(self._refused)
         for block in refused:
-            del self._refused[block]
-        for block in refused:
-            if block.flush is Flush.REFUSED and block.host is not None and not block.dead:
+            if block.flush is Flush.REFUSED:  # it may have gone along with one of its children
                 self.enqueue(block)
 
     async def flush(self, blocks: Sequence[Block], timeout: float) -> list[Block]:
@@ -285,8 +281,8 @@ class Flusher:
             self.over_budget = False
             self._index.disk_room_hint = True
         retry = self._index.disk_room_hint and not self.over_budget
-        if self._refused and retry and now >= self._retry_at:
-            self._retry_at = now + self._retry_seconds
+        if self._refused and retry and now >= self._refused.retry_at:
+            self._refused.pause(now)
             self.retry_refused()
         await self._charge()
         await self._groups.acquire()
@@ -322,7 +318,7 @@ class Flusher:
         if self.over_budget:
             waits.append(_BUDGET_SECONDS)
         elif self._refused and self._index.disk_room_hint:
-            waits.append(self._retry_at - now)
+            waits.append(self._refused.retry_at - now)
         # Not `wait_for`: that loses a cancellation which comes together with the event.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(waits, default=None)):
@@ -396,7 +392,7 @@ class Flusher:
 
     def _may_spend(self) -> bool:
         """Return whether a block that was refused for the budget may be written now."""
-        block = next(iter(self._refused), None)
+        block = self._refused.first()
         if self.budget is None or block is None:
             return True
         return self.budget.left_bytes >= block.space.shape.block_bytes
@@ -455,7 +451,7 @@ class Flusher:
         # What these blocks kept on disk are their own ancestors: no room for them.
         self._index.disk_room_hint = hint
         self._stuck_since = None
-        self._retry_at = now + self._retry_seconds
+        self._refused.pause(now)
         if self._queue:
             self._work.set()
         self._tell()
@@ -472,14 +468,7 @@ class Flusher:
         if why:
             self._counters.counts[f"flush_skipped_{why}_blocks"] += 1
         self._index.offer(block)
-        self._remember_refused(block)
-
-    def _remember_refused(self, block: Block) -> None:
-        if len(self._refused) >= self._prune_at:
-            # Some have left memory since, for good.
-            self._refused = {b: None for b in self._refused if b.host is not None and not b.dead}
-            self._prune_at = max(_GROUP_BLOCKS, 2 * len(self._refused))
-        self._refused[block] = None
+        self._refused.add(block)
 
     async def _flush_group(self, group: _Group) -> None:
         """Steps 2 to 5."""
@@ -499,6 +488,7 @@ class Flusher:
 
     async def _write(self, group: _Group) -> list[Outcome]:
         await self._digester.digest(group.blocks)
+        await self._verifier.wait_for(group.blocks)
         transfers = [
             Transfer(slot, self._host.views(b.host), b.space.spec.shard_bytes)
             for b, slot in zip(group.blocks, group.slots, strict=True)
@@ -542,10 +532,9 @@ class Flusher:
                 self._counters.counts["flushed_bytes"] += block.space.shape.block_bytes
             self._index.release_host(block)
         if ok and all(outcome is Outcome.OK for outcome in group.outcomes):
-            self._retry_seconds = _RETRY_SECONDS
+            self._refused.worked()
         else:
-            self._retry_at = asyncio.get_running_loop().time() + self._retry_seconds
-            self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)
+            self._refused.failed(asyncio.get_running_loop().time())
             self._index.disk_room_hint = True
 
     async def _commit_deletes(self) -> bool:
@@ -559,8 +548,7 @@ class Flusher:
         """Commit one transaction; on failure the deletes stay queued. Then free the slots."""
         if not records and not deletes:
             return True
-        # A block that came back under the same key has a record of its own by now.
-        names = [(b.space.id, b.key) for b, _ in deletes if not _is_back(b)]
+        names = self._deletes.names(deletes)
         try:
             await self._store.run(
                 self._store.store.commit_blocks, self._disk.store_id, list(records), names
@@ -606,11 +594,6 @@ def _group_limit(shape: BlockShape) -> int:
 
 def _is_under_way(block: Block) -> bool:
     return block.flush in (Flush.QUEUED, Flush.WRITING) and not block.dead
-
-
-def _is_back(block: Block) -> bool:
-    current = block.space.blocks.get(block.key)
-    return current is not None and current.disk is not None
 
 
 def record_of(block: Block, slot: Slot) -> BlockRecord:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.engine.events import GrantRevokedEvent
+from kvstore.engine.host_index import BusySlot
 from kvstore.outcomes import CommitOutcome
 
 if TYPE_CHECKING:
@@ -272,6 +273,15 @@ class Grants:
             size += waiting * grant.space.shape.block_bytes
         return OpenSlots(slots, size)
 
+    def busy(self) -> list[BusySlot]:
+        """Return the slots that processes may still be writing to, with those processes."""
+        return [
+            BusySlot(slot, writers)
+            for grant in self._grants.values()
+            for slot, granted in grant.slots.items()
+            if (writers := _still_writing(grant, granted))
+        ]
+
     def void(self, space: SpaceIndex) -> None:
         """The space's epoch was bumped: nothing under way may become a block."""
         for grant in self._grants.values():
@@ -299,6 +309,12 @@ class Grants:
         if parent is not None:
             _decrement(space.pending_children, parent)
             self._index.offer_key(space, parent)
+
+
+def _still_writing(grant: Grant, granted: GrantedSlot) -> tuple[int, ...]:
+    """Return who has not said yet that it writes no more; not the daemon itself."""
+    writing = {w for r, w in enumerate(grant.writers) if w and granted.open_shards >> r & 1}
+    return tuple(sorted(writing))
 
 
 def _decrement(counts: dict[bytes, int], key: bytes) -> None:

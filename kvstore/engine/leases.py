@@ -26,10 +26,10 @@ from kvstore.tiers.base import TierName
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvstore.engine.arrivals import Arrivals
     from kvstore.engine.attachments import Attachment
     from kvstore.engine.counters import Counters
     from kvstore.index import Block, BlockIndex, SpaceIndex
-    from kvstore.prefetch.promoter import Promoter
     from kvstore.tiers.base import Slot
     from kvstore.tiers.host import HostTier
 
@@ -88,12 +88,18 @@ class Lease:
         return bool(self.where)
 
     def landed(self, block: Block) -> None:
-        """A block that it waits for has a host copy now."""
+        """A block that it waits for may be read in host now."""
         self.owner.landed(self, block)
 
     def failed(self, block: Block, reason: MissReason) -> None:
         """A block that it waits for is not coming."""
-        self.owner.cut(self, block, Miss(reason, "disk"))
+        at = self.where.get(block)
+        if at is not None:
+            self.owner.cut(self, block, Miss(reason, self.tier(at)))
+
+    def tier(self, at: int) -> str:
+        """Return the tier that held a block of the run when it was asked for."""
+        return TierName(self.tiers[at]).name.lower()
 
 
 class Leases:
@@ -104,17 +110,18 @@ class Leases:
         index: BlockIndex,
         host: HostTier,
         counters: Counters,
+        arrivals: Arrivals,
         *,
         cap_bytes: int,
         on_released: Callable[[], None],
     ) -> None:
-        """Compose; `promoter` is set afterwards when there is a disk tier."""
+        """Compose."""
         self._index = index
         self._host = host
         self._counters = counters
         self.cap_bytes = cap_bytes
         self._on_released = on_released
-        self.promoter: Promoter | None = None
+        self._arrivals = arrivals
         self.count = 0
         self._growing: set[Lease] = set()
 
@@ -165,16 +172,18 @@ class Leases:
         if len(run) > affordable:
             del run[affordable:]
             miss = Miss(MissReason.LEASE_CAP)
-        in_host = next((i for i, b in enumerate(run) if b.host is None), len(run))
-        if in_host < len(run) and (deadline_seconds <= 0 or self.promoter is None):
+        in_host = next((i for i, b in enumerate(run) if not b.readable), len(run))
+        if in_host < len(run) and deadline_seconds <= 0:
+            late = run[in_host:]
+            miss = Miss(MissReason.DEADLINE, "disk" if late[0].host is None else "host")
+            self._arrivals.hurry(late)
             del run[in_host:]
-            miss = Miss(MissReason.DEADLINE, "disk")
         self._index.touch(run)
         tiers = bytes(TierName.HOST if b.host is not None else TierName.DISK for b in run)
         lease = Lease(lease_id, self, attachment, space, run, tiers, miss)
         for i, block in enumerate(run):
             block.uses += 1
-            if block.host is not None:
+            if block.readable:
                 self._index.hold_host(block)
                 lease.held.add(i)
             else:
@@ -184,11 +193,11 @@ class Leases:
         attachment.leased_bytes += len(run) * block_bytes
         self.count += 1
         self._count_hits(space, tiers[:in_host])
-        if lease.where and self.promoter is not None:
+        if lease.where:
             self._growing.add(lease)
             loop = asyncio.get_running_loop()
             lease.timer = loop.call_later(deadline_seconds, self._expire, lease)
-            self.promoter.request(list(lease.where), lease, priority)
+            self._arrivals.request(list(lease.where), lease, priority)
         # What follows the run; what it loses while it grows is counted then.
         self._counters.miss(miss.reason.value, len(keys) - len(run), space.spec.block_tokens)
         return self._answer(lease, 0)
@@ -246,8 +255,8 @@ class Leases:
                 lease.held.discard(i)
                 self._index.release_host(lease.run[i])
         waiting = [b for b in dropped if lease.where.pop(b, None) is not None]
-        if waiting and self.promoter is not None:
-            self.promoter.cancel(waiting, lease)
+        if waiting:
+            self._arrivals.cancel(waiting, lease)
         del lease.run[at:]
         lease.miss = miss
         freed = len(dropped) * lease.space.shape.block_bytes
@@ -269,7 +278,8 @@ class Leases:
         """The deadline passed: what has arrived in order is what there is."""
         lease.timer = None
         if not lease.ended and lease.where:
-            self._truncate(lease, lease.count, Miss(MissReason.DEADLINE, "disk"))
+            late = Miss(MissReason.DEADLINE, lease.tier(lease.count))
+            self._truncate(lease, lease.count, late)
             self._finish_if_complete(lease)
 
     def release(self, attachment: Attachment, lease_id: int) -> None:
@@ -288,8 +298,8 @@ class Leases:
         attachment.leased_bytes -= len(lease.run) * lease.space.shape.block_bytes
         if lease.timer is not None:
             lease.timer.cancel()
-        if lease.where and self.promoter is not None:
-            self.promoter.cancel(list(lease.where), lease)
+        if lease.where:
+            self._arrivals.cancel(list(lease.where), lease)
         for i in lease.held:
             self._index.release_host(lease.run[i])
         self._on_released()

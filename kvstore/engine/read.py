@@ -12,14 +12,14 @@ from kvstore.tiers.base import TierName
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvstore.engine.arrivals import Arrivals
     from kvstore.index import Block, BlockIndex
-    from kvstore.prefetch.promoter import Promoter
 
 __all__ = ["Read"]
 
 
 class Read:
-    """One leading run. Its copies in host are held until they are let go; the others are promoted.
+    """One leading run. Copies that can be read in host are held until let go; the others brought.
 
     Attributes:
         run: the blocks.
@@ -30,27 +30,27 @@ class Read:
     def __init__(
         self,
         index: BlockIndex,
-        promoter: Promoter | None,
+        arrivals: Arrivals,
         run: Sequence[Block],
         miss: Miss,
         on_released: Callable[[Read], None],
     ) -> None:
         """Hold what is in host and ask for the rest. `close` must follow."""
         self._index = index
-        self._promoter = promoter
+        self._arrivals = arrivals
         self._on_released = on_released
         self._waiting = False
         self.closed = False
         self.run = run
         self.miss = miss
-        cold = list(dict.fromkeys(b for b in run if b.host is None))
+        self._on_disk = {b for b in run if b.host is None}
+        cold = list(dict.fromkeys(b for b in run if not b.readable))
         self._cold = set(cold)
-        self._warm = {b for b in run if b.host is not None}
+        self._warm = {b for b in run if b.readable}
         for block in self._warm:
             index.hold_host(block)
         self._waiter = RunWaiter(index, cold, hold=True)
-        if cold and promoter is not None:
-            promoter.request(cold, self._waiter)
+        arrivals.request(cold, self._waiter)
 
     async def wait(self, at: int, seconds: float) -> Miss:
         """Wait for one block's host copy; a true `Miss` says why it is not there in time."""
@@ -64,7 +64,7 @@ class Read:
                 self._waiting = False
             if block in self._waiter.pending or block in self._waiter.failures:
                 reason = self._waiter.failures.get(block, MissReason.DEADLINE)
-                return Miss(reason, "disk")
+                return Miss(reason, self.tier(at).name.lower())
         if block.host is None or block.dead:
             return Miss(MissReason.LEASE_LOST, "host")
         return Miss()
@@ -76,7 +76,7 @@ class Read:
 
     def tier(self, at: int) -> TierName:
         """Return the tier that held a block when the read began."""
-        return TierName.DISK if self.run[at] in self._cold else TierName.HOST
+        return TierName.DISK if self.run[at] in self._on_disk else TierName.HOST
 
     def let_go(self, at: int) -> None:
         """Let go of a block that was read: it may make room for those to come."""
@@ -90,8 +90,8 @@ class Read:
 
     def close(self) -> None:
         """Stop waiting and let go of everything."""
-        if self._waiter.pending and self._promoter is not None:
-            self._promoter.cancel(list(self._waiter.pending), self._waiter)
+        if self._waiter.pending:
+            self._arrivals.cancel(list(self._waiter.pending), self._waiter)
         self._waiter.close()
         warm, self._warm = self._warm, set()
         for block in warm:

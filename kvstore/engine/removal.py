@@ -94,7 +94,20 @@ class Removal:
         self._counters.counts["evicted_by_request"] += removed
         return removed, skipped
 
-    def corrupt(self, block: Block) -> None:
+    def corrupt_in_host(self, block: Block) -> None:
+        """A block's copy in host is damaged. It goes; if it was the last, with what hangs on it."""
+        if block.disk is None or block.dead:
+            self.corrupt(block, TierName.HOST)
+            return
+        self._counters.counts["corrupt_blocks"] += 1
+        log.error(
+            "block %s of space %s is damaged in host; it is on disk",
+            block.key.hex(),
+            block.space.id.hex()[:12],
+        )
+        self._index.drop_host(block)
+
+    def corrupt(self, block: Block, tier: TierName = TierName.DISK) -> None:
         """A block's only copy is damaged: it goes, and what hangs on it."""
         self._counters.counts["corrupt_blocks"] += 1
         log.error("block %s of space %s is damaged", block.key.hex(), block.space.id.hex()[:12])
@@ -102,7 +115,7 @@ class Removal:
             return
         below = self._index.descendants([block])
         for gone in (*reversed(below), block):
-            self._index.discard(gone, "corrupt", TierName.DISK)
+            self._index.discard(gone, "corrupt", tier)
             self._pins.forget(gone)
         if self.flusher is not None:
             self.flusher.wake()

@@ -12,7 +12,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kvstore.errors import ConfigError, InvalidRequest
+from kvstore.errors import Busy, ConfigError, InvalidRequest
 from kvstore.tiers.base import TierName
 from kvstore.units import format_bytes
 
@@ -89,6 +89,7 @@ class Resizer:
         self._shrinkers: dict[TierName, Shrinker] = {TierName.HOST: host_shrinker}
         self._tasks: dict[TierName, asyncio.Task[None]] = {}
         self._turn = asyncio.Lock()
+        self._closed = False
 
     def add_disk(self, disk: DiskTier, shrinker: Shrinker, on_disk: Callable[[], None]) -> None:
         """Take in the disk tier; see `__init__`."""
@@ -97,10 +98,17 @@ class Resizer:
         self._shrinkers[TierName.DISK] = shrinker
 
     async def stop(self) -> None:
+        """Break off what is under way, and take no more."""
+        self._closed = True
+        await self.break_off()
+
+    async def break_off(self) -> None:
         """Break off what is under way; wait until it has let go of everything."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        for shrinker in self._shrinkers.values():
+            shrinker.relent()
 
     async def resize(self, tier: TierName, capacity_bytes: int, timeout: float) -> Resized:
         """Change a tier's capacity; return when it fits, or after `timeout` seconds.
@@ -109,11 +117,14 @@ class Resizer:
             InvalidRequest: there is no such tier.
             ConfigError: the machine cannot give that much, or a block would not fit any more;
                 nothing was changed.
+            Busy: the daemon is stopping.
         """
         shrinker = self._shrinkers.get(tier)
         if shrinker is None:
             raise InvalidRequest("tier", f"this daemon has no {tier.name.lower()} tier")
         async with self._turn:
+            if self._closed:
+                raise Busy("the daemon is stopping")
             before = shrinker.evicted
             await self._check(tier, capacity_bytes)
             await self._set(tier, capacity_bytes, shrinker)

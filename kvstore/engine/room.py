@@ -97,6 +97,8 @@ class HostRoom:
         # not counted that hold on to what they have because they wait for promotions.
         self.held: Callable[[bool], bool] = lambda _: False
         self.signal = Signal()
+        # Nothing takes a slot: what was saved of the slots must stay true.
+        self.closed = False
         self._next_reclaim = 0.0
         # Shapes for which the last look at the groups of others came too soon to be worth it.
         self._unsearched: set[BlockShape] = set()
@@ -119,6 +121,8 @@ class HostRoom:
             count: how many.
             older_than: evict only blocks of a lower sequence number.
         """
+        if self.closed:
+            return []
         host = self._host
         slots = host.allocate(shape, count)
         missing = count - len(slots)
@@ -143,6 +147,8 @@ class HostRoom:
 
         `promoting`: asked for a promotion, whose waiters let go of nothing before it ends.
         """
+        if self.closed:
+            return False
         host = self._host
         return bool(
             host.allocating

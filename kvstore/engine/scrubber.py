@@ -192,6 +192,7 @@ class Scrubber:
         self._busy = busy
         self._on_released = on_released
         self._scrub: Scrub | None = None
+        self._closed = False
 
     def begin(self, fraction: float, bytes_per_second: int) -> Scrub:
         """Begin a check.
@@ -202,10 +203,12 @@ class Scrubber:
 
         Raises:
             InvalidRequest: the fraction is none.
-            Busy: a check is under way.
+            Busy: a check is under way, or the daemon is stopping.
         """
         if not 0 < fraction <= 1:
             raise InvalidRequest("fraction", f"{fraction:g} is not above 0 and at most 1")
+        if self._closed:
+            raise Busy("the daemon is stopping")
         scrub = self._scrub
         if scrub is not None and not scrub.over:
             raise Busy(
@@ -219,6 +222,11 @@ class Scrubber:
         return scrub
 
     async def stop(self) -> None:
+        """Break off the check under way, and begin no more."""
+        self._closed = True
+        await self.break_off()
+
+    async def break_off(self) -> None:
         """Break off the check under way and wait until it has let go of everything."""
         if self._scrub is not None and self._scrub._task is not None:
             self._scrub.cancel()

@@ -14,9 +14,9 @@ from kvstore.miss import Miss, MissReason
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.engine.arrivals import Arrivals
     from kvstore.engine.leases import Leases
     from kvstore.index import Block, BlockIndex, SpaceIndex
-    from kvstore.prefetch.promoter import Promoter
 
 __all__ = ["Tickets"]
 
@@ -35,11 +35,11 @@ class _Ticket:
 class Tickets:
     """All tickets that are not done."""
 
-    def __init__(self, index: BlockIndex, leases: Leases) -> None:
-        """Compose; `promoter` is set afterwards when there is a disk tier."""
+    def __init__(self, index: BlockIndex, leases: Leases, arrivals: Arrivals) -> None:
+        """Compose."""
         self._index = index
         self._leases = leases
-        self.promoter: Promoter | None = None
+        self._arrivals = arrivals
         self._tickets: dict[int, _Ticket] = {}
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class Tickets:
         if loop.time() >= ticket.deadline:
             self._give_up(ticket)
         run = ticket.run
-        blocks = next((i for i, b in enumerate(run) if b.host is None or b.dead), len(run))
+        blocks = next((i for i, b in enumerate(run) if not b.readable or b.dead), len(run))
         miss = ticket.miss
         if blocks < len(run):
             missing = run[blocks]
@@ -94,10 +94,9 @@ class Tickets:
     ) -> _Ticket:
         run, miss = self._leases.find_run(space, keys)
         self._index.touch(run)
-        cold = [b for b in run if b.host is None]
+        cold = [b for b in run if not b.readable]
         waiter = RunWaiter(self._index, cold, hold=False)
-        if self.promoter is not None:
-            self.promoter.request(cold, waiter, priority)
+        self._arrivals.request(cold, waiter, priority)
         deadline = asyncio.get_running_loop().time() + (deadline_seconds or NEVER)
         return _Ticket(run, miss, waiter, deadline)
 
@@ -116,6 +115,6 @@ class Tickets:
 
     def _give_up(self, ticket: _Ticket) -> None:
         waiter = ticket.waiter
-        if waiter.pending and self.promoter is not None:
-            self.promoter.cancel(list(waiter.pending), waiter)
+        if waiter.pending:
+            self._arrivals.cancel(list(waiter.pending), waiter)
         waiter.close()

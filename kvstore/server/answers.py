@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, TierUnavailable
+from kvstore.index.lmdb_env import StoreDamaged
 from kvstore.wire import status_of
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ _Response = TypeVar("_Response")
 
 def _trace(context: aio.ServicerContext[Any, Any]) -> str:
     for key, value in context.invocation_metadata() or ():
-        if key == "traceparent":
-            return str(value)
+        if key == "traceparent" and isinstance(value, str):
+            return f" ({value})"
     return ""
 
 
@@ -51,11 +52,14 @@ async def fail(context: aio.ServicerContext[Any, Any], error: Exception, call: s
     Raises:
         AbortError: it ends the handler; or what `has_left` knows, when nobody is there to be told.
     """
+    if isinstance(error, StoreDamaged):
+        log.warning("%s failed: %s%s", call, error, _trace(context))
+        error = TierUnavailable("state", str(error), error.errno)
     code, message, metadata = status_of(error)
     if code is grpc.StatusCode.INTERNAL:
-        log.error("%s failed %s", call, _trace(context), exc_info=error)
+        log.error("%s failed%s", call, _trace(context), exc_info=error)
     else:
-        log.debug("%s refused: %s %s", call, message, _trace(context))
+        log.debug("%s refused: %s%s", call, message, _trace(context))
     await context.abort(code, message, metadata)
 
 

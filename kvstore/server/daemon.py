@@ -2,10 +2,13 @@
 
 1. Lock the state directory (flock): one daemon per state directory, whatever else is shared.
 2. Open the store; after an unclean stop a child process has checked it first.
-3. Remove pools that dead daemons of this state directory left in shared memory.
-4. Open the tiers, recover the index.
-5. Bind sockets, serve, publish the socket addresses, print the ready line.
-6. On SIGTERM or SIGINT: flush within the time allowed, say goodbye, close, mark the store clean.
+3. Look for a pool that the last run kept; remove the others that dead daemons of this state
+   directory left in shared memory.
+4. Open the tiers, recover the index, adopt what lies in the pool.
+5. Bind sockets, invalidate the saved host index, serve, publish the socket addresses, print the
+   ready line.
+6. On SIGTERM or SIGINT: save the host index, flush within the time allowed, say goodbye, close,
+   mark the store clean.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ import asyncio
 import contextlib
 import fcntl
 import gc
-import hashlib
 import json
 import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -30,15 +33,18 @@ from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvstore.config import WritePolicy
+from kvstore.address import machine_id
+from kvstore.config import WritePolicy, pool_prefix
 from kvstore.engine import Engine
 from kvstore.engine.budget import DiskBudget
+from kvstore.engine.host_index import HOST_INDEX_NAME
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.index.lmdb_store import MetaStore
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc as rpc
 from kvstore.server.admin_service import AdminService
 from kvstore.server.answers import has_left
+from kvstore.server.kept_pool import find_kept_pool
 from kvstore.server.kv_service import KVStoreService
 from kvstore.server.metrics import serve_metrics
 from kvstore.server.reading import CarefulServer
@@ -54,6 +60,7 @@ if TYPE_CHECKING:
 
     from kvstore.address import Address
     from kvstore.config import ServeConfig
+    from kvstore.engine.host_index import HostIndex
 
 __all__ = ["serve"]
 
@@ -61,6 +68,7 @@ log = logging.getLogger("kvstore")
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _DISK_SHARE: Final = 0.8
+_STATE_ROOM_BYTES: Final = 1 << 20
 _GRACE_SECONDS: Final = 1.0
 # The index has no cycles: garbage is what calls leave behind, and little of it.
 _GC_THRESHOLD: Final = (50_000, 20, 1_000)
@@ -130,6 +138,23 @@ def _lock_state(state: Path) -> int:
     return fd
 
 
+def _check_room(state: Path) -> None:
+    """Refuse a state directory without room, before anything in it is touched.
+
+    LMDB maps files that it has not written to yet: on a full file system that is fatal (SIGBUS),
+    and an index that cannot be opened would be taken for a damaged one.
+
+    Raises:
+        ConfigError: its file system is full, or does not work.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=state) as scratch:
+            os.posix_fallocate(scratch.fileno(), 0, _STATE_ROOM_BYTES)
+    except OSError as error:
+        needed = format_bytes(_STATE_ROOM_BYTES)
+        raise ConfigError(f"state: {state} needs {needed} of room: {error.strerror}") from error
+
+
 def _disk_capacity(config: ServeConfig) -> int:
     """Return the disk tier's capacity: as configured, else a share of what is free."""
     assert config.disk is not None
@@ -176,6 +201,8 @@ def _ready_line(
         disk = f"{capacity}:{engine.recovered_blocks}blocks:{engine.disk.io_engine}"
     listen = ",".join(str(address) for address in bound)
     host = format_bytes(config.host_pool).replace(" ", "")
+    if engine.adopted_blocks:
+        host += f":{engine.adopted_blocks}blocks"
     return f"kvstore ready listen={listen} boot_id={boot_id.hex()} host={host} disk={disk} gpu=none"
 
 
@@ -203,7 +230,9 @@ async def _bind(
     return sockets, bound
 
 
-async def _run(config: ServeConfig, store: MetaStore, pool: Path, boot_id: bytes) -> None:
+async def _run(
+    config: ServeConfig, store: MetaStore, pool: Path, boot_id: bytes, saved: HostIndex | None
+) -> None:
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[str] = loop.create_future()
 
@@ -219,7 +248,7 @@ async def _run(config: ServeConfig, store: MetaStore, pool: Path, boot_id: bytes
     # Recovery makes several objects a block, none of them garbage: collecting meanwhile doubles
     # the time to start, and a full collection later would stop the loop for as long.
     gc.disable()
-    await engine.start()
+    await engine.start(saved)
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLD)
     gc.enable()
@@ -245,10 +274,13 @@ async def _run(config: ServeConfig, store: MetaStore, pool: Path, boot_id: bytes
     )
     sockets: list[BootSocket] = []
     metrics = contextlib.ExitStack()
+    host_index = config.state / HOST_INDEX_NAME
     try:
         sockets, bound = await _bind(server, config, boot_id.hex()[:12])
         if config.metrics is not None:
             metrics.enter_context(serve_metrics(engine, config.metrics))
+        # From here on slots are granted; a start that failed before leaves everything as it was.
+        engine.begin(host_index)
         await server.start()
         for name in ["", *services]:
             await checker.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -259,8 +291,10 @@ async def _run(config: ServeConfig, store: MetaStore, pool: Path, boot_id: bytes
         log.info("%s: stopping", reason)
         begun = time.monotonic()
         await checker.enter_graceful_shutdown()
-        await engine.quiesce(config.stop_timeout_s)
-        log.info("flushed in %.2f s", time.monotonic() - begun)
+        await engine.quiesce(
+            config.stop_timeout_s, host_index if config.save_host else None, machine_id()
+        )
+        log.info("saved and flushed in %.2f s", time.monotonic() - begun)
         for socket in sockets:
             socket.remove()
         await engine.farewell(f"stopped by {reason}")
@@ -284,17 +318,21 @@ def serve(config: ServeConfig) -> int:
     sys.setswitchinterval(0.001)
     lock = _lock_state(config.state)
     try:
+        _check_room(config.state)
         boot_id = os.urandom(16)
         store, note = MetaStore.open_or_reset(config.state)
         if note is not None:
             log.warning("%s", note)
         try:
             store.mark_open()
-            digest = hashlib.sha256(os.fsencode(config.state.resolve())).hexdigest()[:12]
-            prefix = f"kvstore-{os.getuid()}-{digest}-"
-            pool = _SHARED_MEMORY / f"{prefix}{boot_id.hex()[:12]}"
+            prefix = pool_prefix(config.state)
+            saved = find_kept_pool(
+                config.state, _SHARED_MEMORY, prefix, machine_id(), discard=config.discard_host
+            )
+            fresh = _SHARED_MEMORY / f"{prefix}{boot_id.hex()[:12]}"
+            pool = fresh if saved is None else saved.pool
             remove_stale_pools(_SHARED_MEMORY, prefix, pool)
-            asyncio.run(_run(config, store, pool, boot_id))
+            asyncio.run(_run(config, store, pool, boot_id, saved))
             store.mark_clean()
         finally:
             store.close()

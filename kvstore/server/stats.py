@@ -125,7 +125,7 @@ def stats_message(engine: Engine, boot_id: bytes, started: float) -> pb.StatsRes
     total = UsageCounts()
     for counts in engine.usage.values():
         total.add(counts)
-    stuck_slots = stuck_bytes = 0
+    stuck_slots, stuck_bytes = engine.quarantine.stuck
     clients = []
     for attachment in engine.attachments.snapshot():
         stuck = engine.grants.open_slots_of(attachment)

@@ -100,8 +100,6 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     for row in warm:
         assert row["reused_tokens"] >= 0.9 * result["reusable_tokens"]
         assert len(row["ttft_seconds"]) == 5
-        # A third as long on a quiet machine; a busy one still must not be slower than cold.
-        assert row["ttft_p50_seconds"] < cold["ttft_p50_seconds"]
     assert list(warm[0]["served_tokens"]) == list(warm[1]["served_tokens"]) == ["host"]
     assert list(warm[2]["served_tokens"]) == ["disk"]
     assert list(tmp_path.iterdir()) == []

@@ -126,6 +126,7 @@ def _check_slots(engine: Engine) -> None:
             disk += [block.disk] if block.disk is not None else []
     for grant in engine.grants._grants.values():
         host += grant.slots
+    host += [slot for slot, _ in engine.quarantine.busy()]
     leased = {b for a in engine.attachments.snapshot() for le in a.leases.values() for b in le.run}
     host += [b.host for b in leased if b.dead and b.host is not None]
     assert len(host) == len(set(host)), "a host slot has two owners"

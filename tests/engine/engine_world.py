@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import itertools
 import os
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from engine_invariants import check
 from kvstore.engine import Engine
 from kvstore.engine.budget import DiskBudget
 from kvstore.engine.events import Event, LeaseDoneEvent
+from kvstore.engine.host_index import HOST_INDEX_NAME, read_host_index
 from kvstore.engine.leases import Acquired
 from kvstore.index import Block, SpaceIndex
 from kvstore.index.lmdb_store import MetaStore
@@ -82,6 +84,10 @@ class World:
         self.flush_on_reuse = flush_on_reuse
         self.budget = budget
         self.boots = itertools.count()
+        self.host_index = directory / "state" / HOST_INDEX_NAME
+        # The next boot checks what it adopts only once `may_check` is set.
+        self.hold_checks = False
+        self.may_check = threading.Event()
         self.players: list[Player] = []
         self.engine: Engine
         self.disk: Any = None
@@ -114,8 +120,10 @@ class World:
         store, _ = self.store_class.open_or_reset(state)
         store.mark_open()
         self.store = store
+        saved = read_host_index(self.host_index)
+        fresh = self.pools / f"{self.directory.name}-{next(self.boots)}"
         self.host = HostTier(
-            self.pools / f"{self.directory.name}-{next(self.boots)}",
+            fresh if saved is None else saved.pool,
             self.host_blocks * self.block_bytes,
             min_slab_bytes=self.block_bytes,
         )
@@ -134,10 +142,20 @@ class World:
             flush_on_reuse=self.flush_on_reuse,
             budget=None if self.budget is None else self.budget(state),
         )
-        await self.engine.start()
+        self.may_check.clear()
+        if self.hold_checks:
+            for _ in range(2):  # all threads that could
+                self.engine._digest_threads.submit(self.may_check.wait)
+        await self.engine.start(saved)
+        self.engine.begin(self.host_index)
         self.space = await self.engine.open_space(spec_of())
 
+    async def save(self) -> None:
+        """Stop as a daemon does on SIGTERM: what `stop` leaves is there for the next boot."""
+        await self.engine.quiesce(5, self.host_index, "machine")
+
     async def stop(self) -> None:
+        self.may_check.set()
         await self.engine.close()
         for player in self.players:
             player.drop_lock()
@@ -181,7 +199,7 @@ class World:
             lines.append(f"{self.disk.segments()} {self.disk.state} held {engine.index.disk_held}")
             lines.append(f"queue {list(flusher._queue)} running {flusher._running}")
             lines.append(f"deletes {flusher._deletes.freeing} writing {flusher._writing}")
-            lines.append(f"refused {list(flusher._refused)} hint {engine.index.disk_room_hint}")
+            lines.append(f"refused {len(flusher._refused)} hint {engine.index.disk_room_hint}")
             lines += [
                 f"room for {s}: {self.disk.room_blocks(s)}" for s in engine.index._host_queues
             ]

@@ -70,6 +70,16 @@ def test_memory_is_given_back_while_a_client_has_it_mapped(daemon: Any) -> None:
         assert done.stdout == "the host tier takes 96 MiB at most\n"
         _stored(space, 10, 40)
         assert client.stats().tiers[0].used_bytes > 48 << 20
+        before = [len(space.get(keys)) for keys, _ in stored]
+    # What moved in memory is where the next daemon finds it.
+    assert daemon.stop() == 0
+    daemon.start()
+    with kvstore.Client(daemon.address) as client:
+        space = _space(client)
+        for (keys, data), blocks in zip(stored, before, strict=True):
+            got = space.get(keys)
+            assert len(got) == blocks
+            assert np.array_equal(got, data[:blocks])
 
 
 def test_a_lease_is_waited_for_until_the_deadline(daemon: Any, until: Callable[..., None]) -> None:

@@ -86,7 +86,9 @@ class UpkeepMachine(EngineMachine):
 
     async def _quiet(self) -> None:
         engine = self.world.engine
-        await engine._stop_upkeep()
+        assert engine.scrubber is not None
+        await engine.scrubber.break_off()
+        await engine.resizer.break_off()
         await self.world.settle()
         shrinker: Any = engine.resizer._shrinkers[TierName.DISK]
         while not await shrinker._tidy():

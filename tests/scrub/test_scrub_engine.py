@@ -302,6 +302,8 @@ def test_a_stop_does_not_wait_for_a_slow_check(make_world: Make) -> None:
         assert loop.time() - begun < 1.0
         assert scrub.over
         assert not scrub.done
+        with pytest.raises(Busy, match="stopping"):
+            _begin(world)
 
     make_world().run(story)
 

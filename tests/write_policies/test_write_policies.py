@@ -163,7 +163,7 @@ def test_a_daemon_keeps_to_its_budget_over_a_restart(
     start_daemon: Callable[..., Any], tmp_path: Path
 ) -> None:
     block = 1 << 20
-    options = ["--disk", str(tmp_path / "disk"), "--disk-capacity", "64MiB"]
+    options = ["--disk", str(tmp_path / "disk"), "--disk-capacity", "64MiB", "--discard-host"]
     daemon = start_daemon(*options, "--disk-budget", "6MiB")
     spec = kvstore.SpaceSpec(model="m", dtype="bfloat16", block_tokens=16, shard_bytes=(block,))
     keys = kvstore.chain_keys(list(range(16 * 8)), 16)

@@ -1,0 +1,67 @@
+"""A state directory that is full or falls apart: one line each, and nothing is lost by it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from raw_calls import Raw, chain, status
+
+from kvstore.config import load_config
+from kvstore.errors import ConfigError
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.server import serve
+
+
+def test_a_full_state_directory_is_refused_before_its_index_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # LMDB would map what cannot be written: SIGBUS, and no line at all.
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    state = tmp_path / "s"
+    index = state / "index.mdb"
+    index.mkdir(parents=True)
+    (index / "data.mdb").write_bytes(b"as it was")
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    # What a daemon does to its process, this one needs as it is.
+    monkeypatch.setattr("kvstore.server.daemon._set_up_logging", lambda config: None)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+    config = load_config(
+        {"state": str(state), "listen": [f"unix://{tmp_path}/k"], "host_pool": "16MiB"}
+    )
+    with pytest.raises(ConfigError, match=f"^state: {state} needs .*: No space left on device$"):
+        serve(config)
+    assert (index / "data.mdb").read_bytes() == b"as it was"
+    assert sorted(p.name for p in state.iterdir()) == ["index.mdb", "lock"]
+
+
+def test_a_store_that_fails_is_unavailable_and_what_is_cached_is_served_on(
+    raw: Callable[..., Raw],
+) -> None:
+    server = raw()
+    space = server.open()
+    keys = chain("c", 4)
+    assert server.put(space, keys, 65536) == 4
+    epochs = server.daemon.directory / "s" / "epochs"
+    epochs.unlink()
+    epochs.mkdir()
+    code, message = status(
+        lambda: server.kv.BumpEpoch(pb.BumpEpochRequest(space=space), timeout=10)
+    )
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert message.startswith("state tier: ")
+    assert "Is a directory" in message
+    log = server.daemon.log.read_text()
+    assert "Traceback" not in log
+    assert "bumpepoch failed" in log
+    # Nothing has changed: the epoch is the old one.
+    assert server.kv.Lookup(pb.LookupRequest(space=space, keys=keys)).blocks == 4
+    epochs.rmdir()
+    assert server.kv.BumpEpoch(pb.BumpEpochRequest(space=space)).space.epoch > space.epoch

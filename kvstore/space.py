@@ -103,7 +103,9 @@ class SpaceSpec:
                 raise InvalidRequest(field.name, "is longer than 4096 bytes")
         for name in ("block_tokens", "tensor_parallel", "pipeline_parallel", "context_parallel"):
             if not 1 <= getattr(self, name) < 1 << 31:
-                raise InvalidRequest(name, f"must be at least 1, not {getattr(self, name)}")
+                raise InvalidRequest(
+                    name, f"must be within 1 … 2**31 - 1, not {getattr(self, name)}"
+                )
         if not 0 <= self.pipeline_rank < self.pipeline_parallel:
             raise InvalidRequest("pipeline_rank", "must be below pipeline_parallel")
         if not 1 <= len(self.shard_bytes) <= _MAX_SHARDS:

@@ -189,11 +189,13 @@ def unpack_keys(packed: bytes, key_bytes: int, parent: bytes = b"") -> Keys:
     Args:
         packed: n * key_bytes bytes.
         key_bytes: length of the space's keys.
-        parent: key before the first one; empty when the first one starts a chain.
+        parent: key before the first one; empty or all-zero when the first one starts a chain.
 
     Raises:
         InvalidRequest: a length is wrong, or a key is the reserved all-zero one.
     """
+    if parent == bytes(key_bytes):
+        parent = b""
     keys = Keys(packed, key_bytes, parent or None)
     if packed and not np.frombuffer(packed, np.uint8).reshape(-1, key_bytes).any(axis=1).all():
         raise InvalidRequest("keys", "the all-zero key is reserved")

@@ -20,6 +20,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -307,6 +308,16 @@ async def _run(
         await engine.close()
 
 
+def _raise_open_files() -> None:
+    """Allow as many open files as the system lets us: segments, slabs and clients each take some.
+
+    The usual soft limit of 1,024 is meant for programs that use select().
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def serve(config: ServeConfig) -> int:
     """Run the daemon until it is told to stop; return the exit code.
 
@@ -316,6 +327,7 @@ def serve(config: ServeConfig) -> int:
     _set_up_logging(config)
     # The loop must get the interpreter back quickly from threads that hash and copy.
     sys.setswitchinterval(0.001)
+    _raise_open_files()
     lock = _lock_state(config.state)
     try:
         _check_room(config.state)

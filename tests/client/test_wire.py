@@ -220,3 +220,10 @@ def test_an_unknown_tier_is_refused_by_name() -> None:
     assert wire.tier_name(99) == ""
     with pytest.raises(errors.InvalidRequest, match="^tier: 'tape'"):
         wire.tier_value("tape")
+
+
+def test_an_all_zero_parent_starts_a_chain() -> None:
+    assert wire.unpack_keys(b"k" * 16, 16, bytes(16)).parent is None
+    assert wire.unpack_keys(b"k" * 16, 16, b"p" * 16).parent == b"p" * 16
+    with pytest.raises(errors.InvalidRequest, match="^parent: "):
+        wire.unpack_keys(b"k" * 16, 16, bytes(8))

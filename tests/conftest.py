@@ -21,6 +21,11 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
+# A shell starts what runs in its background with interrupts ignored, and children inherit that:
+# with a handler here, theirs is the default again.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 _READY_SECONDS = 30.0
 
 

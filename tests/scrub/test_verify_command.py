@@ -130,11 +130,7 @@ def test_interrupted_it_says_what_it_saw(disk: Any, until: Callable[..., None]) 
     one = disk(10)
     command = [sys.executable, "-m", "kvstore", "verify", "--rate", f"{BLOCK}/s", "--json"]
     process = subprocess.Popen(
-        [*command, "--address", one.daemon.address],
-        stdout=subprocess.PIPE,
-        text=True,
-        # Tests may run in the background, where a shell has interrupts ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        [*command, "--address", one.daemon.address], stdout=subprocess.PIPE, text=True
     )
     until(lambda: one.client.stats().counters.get("scrubbed_blocks", 0) >= 2, 20)
     # Its first progress has arrived by the time of a later block.

@@ -30,6 +30,9 @@ def bench(
         typer.Option(
             "--dir",
             metavar="DIR",
+            exists=True,
+            file_okay=False,
+            writable=True,
             help="Where to put the scratch directory (2 GB): on the disk that is to be measured.",
         ),
     ] = None,

@@ -29,7 +29,12 @@ def demo(
     directory: Annotated[
         Path | None,
         typer.Option(
-            "--dir", metavar="DIR", help="Where to put the scratch directory (about 1 GB)."
+            "--dir",
+            metavar="DIR",
+            exists=True,
+            file_okay=False,
+            writable=True,
+            help="Where to put the scratch directory (about 1 GB).",
         ),
     ] = None,
     prompts: Annotated[int, typer.Option(min=5, max=50, metavar="N", help="Prompts per row.")] = 6,

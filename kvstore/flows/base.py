@@ -26,7 +26,7 @@ __all__ = ["LATE_SECONDS", "Deadline", "FlowsBase", "Hit", "milliseconds", "part
 
 # Bytes that one lease or grant covers: large enough that its calls cost nothing beside the copy,
 # small enough that two of them leave room for others.
-_WINDOW_BYTES: Final = 64 * MIB
+_WINDOW_BYTES: Final = 128 * MIB
 # The daemon's word that time is up arrives after the time is up.
 LATE_SECONDS: Final = 0.25
 # Slowest stream that is not given up on.

@@ -104,11 +104,15 @@ class Child:
         self.name = name
         self._log = log
         self._lines: queue.Queue[str | None] = queue.Queue()
+        started = False
         try:
-            with log.open("ab") as errors, uninterrupted():
+            with uninterrupted(), log.open("ab") as errors:
                 self._start(command, errors, {**os.environ, **(environment or {})})
+                started = True
         except KeyboardInterrupt:
-            self.stop(timeout_s=_STOP_SECONDS)
+            # It came before there was a child, or was held back until there was one.
+            if started:
+                self.stop(timeout_s=_STOP_SECONDS)
             raise
 
     def _start(

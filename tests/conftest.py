@@ -145,7 +145,7 @@ def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
     return start_daemon()
 
 
-def wait_until(what: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_until(what: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait until `what()` is true; fail when it takes longer than `seconds`."""
     end = time.monotonic() + seconds
     while not what():

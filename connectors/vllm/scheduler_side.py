@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -34,10 +35,6 @@ __all__ = ["SchedulerSide"]
 MISS: Final = (0, False)
 LATER: Final = (None, False)
 
-# An answer to Acquire that takes longer is not waited for.
-_ANSWER_SECONDS: Final = 0.5
-# For the first request after start, which finds the space not open yet.
-_OPEN_SECONDS: Final = 0.5
 # A request that waits in the queue asks again after so long.
 _ASK_AGAIN_SECONDS: Final = 1.0
 # How long a request that could not be allocated goes without its lease.
@@ -170,7 +167,8 @@ class SchedulerSide:
             arrived = self._arrived(track, view)
             if arrived is None:
                 worth = track.asked_blocks * self.engine.block_tokens - local_tokens
-                if now - track.asked_at < _ANSWER_SECONDS and self._pace.worth_a_step(worth):
+                in_time = now - track.asked_at < self.settings.answer_seconds
+                if in_time and self._pace.worth_a_step(worth):
                     return LATER
                 return self._miss(track, now)
             lease = arrived
@@ -198,11 +196,11 @@ class SchedulerSide:
         return tokens, True
 
     def _open(self, view: View) -> Space | None:
-        """Give a view that has just been made the time to open, once."""
+        """Give a view that has just been made the time to open, once: the first request's."""
         if view.waited:
             return None
         view.waited = True
-        view.wait_open(_OPEN_SECONDS)
+        view.wait_open(self.settings.answer_seconds)
         return view.space()
 
     def _arrived(self, track: Track, view: View) -> Lease | None:
@@ -223,7 +221,7 @@ class SchedulerSide:
         except KVStoreError as error:
             view.failed(error)
             # As if the answer were still to come, until asking again is due.
-            track.asked_at = -_ANSWER_SECONDS
+            track.asked_at = -math.inf
         return track.lease
 
     def _miss(self, track: Track, now: float) -> tuple[int | None, bool]:

@@ -22,6 +22,7 @@ class Settings(BaseModel):
             notice weights that are changed in place while the engine runs.
         block_tokens: tokens per stored block, rounded up to whole engine blocks.
         step_wait_seconds: how long a scheduling step may wait for answers, in all.
+        answer_seconds: how long the daemon may take to open the space, and to answer a request.
         disk_wait_seconds: how long a request may wait for blocks on disk.
         min_load_tokens: shorter hits are recomputed.
         hold_seconds: how long a request that cannot be allocated keeps its lease.
@@ -40,6 +41,7 @@ class Settings(BaseModel):
     weights_version: str = ""
     block_tokens: int = Field(default=128, ge=1, le=1 << 20)
     step_wait_seconds: float = Field(default=0.003, ge=0, le=1)
+    answer_seconds: float = Field(default=0.5, gt=0, le=60)
     disk_wait_seconds: float = Field(default=2.0, ge=0, le=60)
     min_load_tokens: int = Field(default=1, ge=1)
     hold_seconds: float = Field(default=2.0, gt=0)

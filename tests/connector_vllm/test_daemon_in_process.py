@@ -97,8 +97,9 @@ def test_usage_and_leases_as_the_daemon_sees_them(
     llm: Any, daemon: Any, point: Path, until: Callable[..., None]
 ) -> None:
     point.with_name(point.name + ".go").touch()
+    stored = blocks(daemon)
     cold = chosen(generate(llm, prompt(LENGTH, 2)))
-    until(lambda: blocks(daemon) >= 4)
+    until(lambda: blocks(daemon) == stored + 4)
     assert llm.reset_prefix_cache() is True
     with Client(daemon.address) as client:
         before = int(client.stats().usage.reused_tokens_host)

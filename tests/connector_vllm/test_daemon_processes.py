@@ -92,8 +92,9 @@ def test_daemon_killed_inside_a_worker_s_load(
 def test_the_first_request_of_a_second_engine_is_warm(
     llm: Any, daemon: Any, point: Path, until: Callable[..., None]
 ) -> None:
+    before = blocks(daemon)
     cold = chosen(generate(llm, prompt(LENGTH, 2)))
-    until(lambda: blocks(daemon) >= 4)
+    until(lambda: blocks(daemon) == before + 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         second = make_engine({"target": daemon.address})

@@ -20,13 +20,17 @@ ENVIRONMENT = {
 }
 
 
+# A busy machine delays what is not under test: an answer of the daemon, a read of the disk.
+PATIENT = {"answer_seconds": 60, "disk_wait_seconds": 60}
+
+
 def transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
     return {
         "kv_connector": "KVStoreConnector",
         "kv_connector_module_path": "kvstore.connectors.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
+        "kv_connector_extra_config": PATIENT | extra,
     }
 
 

@@ -139,30 +139,40 @@ class HelloResponse(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., machine_id: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ...) -> None: ...
 
 class AttachUp(_message.Message):
-    __slots__ = ("open", "locked", "heartbeat", "unmapped", "detach")
+    __slots__ = ("open", "locked", "heartbeat", "unmapped", "detach", "devices")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     LOCKED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     UNMAPPED_FIELD_NUMBER: _ClassVar[int]
     DETACH_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     open: AttachOpen
     locked: AttachLocked
     heartbeat: Heartbeat
     unmapped: SlabsUnmapped
     detach: Detach
-    def __init__(self, open: _Optional[_Union[AttachOpen, _Mapping]] = ..., locked: _Optional[_Union[AttachLocked, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., unmapped: _Optional[_Union[SlabsUnmapped, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ...) -> None: ...
+    devices: Devices
+    def __init__(self, open: _Optional[_Union[AttachOpen, _Mapping]] = ..., locked: _Optional[_Union[AttachLocked, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., unmapped: _Optional[_Union[SlabsUnmapped, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ..., devices: _Optional[_Union[Devices, _Mapping]] = ...) -> None: ...
+
+class Devices(_message.Message):
+    __slots__ = ("uuids",)
+    UUIDS_FIELD_NUMBER: _ClassVar[int]
+    uuids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, uuids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AttachOpen(_message.Message):
-    __slots__ = ("client", "pid", "map_memory", "shards")
+    __slots__ = ("client", "pid", "map_memory", "shards", "devices")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     MAP_MEMORY_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     client: str
     pid: int
     map_memory: bool
     shards: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, client: _Optional[str] = ..., pid: _Optional[int] = ..., map_memory: bool = ..., shards: _Optional[_Iterable[int]] = ...) -> None: ...
+    devices: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, client: _Optional[str] = ..., pid: _Optional[int] = ..., map_memory: bool = ..., shards: _Optional[_Iterable[int]] = ..., devices: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AttachLocked(_message.Message):
     __slots__ = ()
@@ -273,16 +283,18 @@ class Slab(_message.Message):
     def __init__(self, group: _Optional[int] = ..., shard: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., slot_bytes: _Optional[int] = ..., slots: _Optional[int] = ..., data_offset: _Optional[int] = ..., length: _Optional[int] = ..., path: _Optional[str] = ..., cuda: _Optional[_Union[CudaIpc, _Mapping]] = ...) -> None: ...
 
 class CudaIpc(_message.Message):
-    __slots__ = ("handle", "device_uuid", "offset", "generations_path")
+    __slots__ = ("handle", "device_uuid", "offset", "generations_path", "allocation_bytes")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_PATH_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATION_BYTES_FIELD_NUMBER: _ClassVar[int]
     handle: bytes
     device_uuid: str
     offset: int
     generations_path: str
-    def __init__(self, handle: _Optional[bytes] = ..., device_uuid: _Optional[str] = ..., offset: _Optional[int] = ..., generations_path: _Optional[str] = ...) -> None: ...
+    allocation_bytes: int
+    def __init__(self, handle: _Optional[bytes] = ..., device_uuid: _Optional[str] = ..., offset: _Optional[int] = ..., generations_path: _Optional[str] = ..., allocation_bytes: _Optional[int] = ...) -> None: ...
 
 class SlabRetire(_message.Message):
     __slots__ = ("groups",)
@@ -912,7 +924,7 @@ class StatsResponse(_message.Message):
     def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[SpaceInfo, _Mapping]]] = ..., clients: _Optional[_Iterable[_Union[ClientStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., misses_blocks: _Optional[_Mapping[str, int]] = ..., misses_tokens: _Optional[_Mapping[str, int]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., leases: _Optional[int] = ..., grants: _Optional[int] = ..., granted_slots: _Optional[int] = ..., stuck_slots: _Optional[int] = ..., stuck_bytes: _Optional[int] = ...) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("tier", "capacity_bytes", "used_bytes", "allocated_bytes", "blocks", "free_blocks", "hit_blocks", "hit_tokens", "dirty_blocks", "evicted_blocks", "read_bytes", "written_bytes", "io_errors", "corrupt_blocks", "state", "io_engine", "budget_bytes", "budget_left_bytes")
+    __slots__ = ("tier", "capacity_bytes", "used_bytes", "allocated_bytes", "blocks", "free_blocks", "hit_blocks", "hit_tokens", "dirty_blocks", "evicted_blocks", "read_bytes", "written_bytes", "io_errors", "corrupt_blocks", "state", "io_engine", "budget_bytes", "budget_left_bytes", "devices")
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -931,6 +943,7 @@ class TierStats(_message.Message):
     IO_ENGINE_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     BUDGET_LEFT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     tier: Tier
     capacity_bytes: int
     used_bytes: int
@@ -949,7 +962,20 @@ class TierStats(_message.Message):
     io_engine: str
     budget_bytes: int
     budget_left_bytes: int
-    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., allocated_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., dirty_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., io_errors: _Optional[int] = ..., corrupt_blocks: _Optional[int] = ..., state: _Optional[str] = ..., io_engine: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., budget_left_bytes: _Optional[int] = ...) -> None: ...
+    devices: _containers.RepeatedCompositeFieldContainer[DeviceStats]
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., allocated_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., dirty_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., io_errors: _Optional[int] = ..., corrupt_blocks: _Optional[int] = ..., state: _Optional[str] = ..., io_engine: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., budget_left_bytes: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[DeviceStats, _Mapping]]] = ...) -> None: ...
+
+class DeviceStats(_message.Message):
+    __slots__ = ("uuid", "name", "capacity_bytes", "allocated_bytes")
+    UUID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    uuid: str
+    name: str
+    capacity_bytes: int
+    allocated_bytes: int
+    def __init__(self, uuid: _Optional[str] = ..., name: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., allocated_bytes: _Optional[int] = ...) -> None: ...
 
 class ClientStats(_message.Message):
     __slots__ = ("attachment_id", "client", "pid", "state", "leases", "leased_bytes", "granted_slots", "granted_bytes")

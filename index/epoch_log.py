@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Final, Self
 import xxhash
 
 from kvstore.errors import FormatVersionError
+from kvstore.syncpoint import reach
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,6 +127,7 @@ class EpochLog:
             written = os.pwrite(fd, entry, self._size)
             if written != len(entry):
                 os.pwrite(fd, entry[written:], self._size + written)
+            reach("epoch_log.written")
             os.fsync(fd)
             if os.fstat(fd).st_size != self._size + _ENTRY_BYTES:
                 raise OSError(f"{self._path}: an entry was written in part")

@@ -22,6 +22,7 @@ import xxhash
 
 from kvstore.errors import FormatVersionError
 from kvstore.index.epoch_log import sync_directory
+from kvstore.syncpoint import reach
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -170,7 +171,9 @@ def write_seal(directory: Path) -> None:
         file.write(_sealed(*_file_digest(directory / DATA_NAME)))
         file.flush()
         os.fsync(file.fileno())
+    reach("seal.synced")
     fresh.replace(seal)
+    reach("seal.renamed")
     sync_directory(directory)
 
 
@@ -181,6 +184,7 @@ def break_seal(directory: Path) -> None:
         OSError: it may still be there.
     """
     (directory / _SEAL_NAME).unlink(missing_ok=True)
+    reach("seal.unlinked")
     sync_directory(directory)
 
 

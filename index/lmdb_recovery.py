@@ -22,6 +22,7 @@ from kvstore.index.epoch_log import sync_directory
 from kvstore.index.lmdb_check import CheckResult
 from kvstore.index.lmdb_file import DATA_NAME
 from kvstore.index.records import FORMAT_VERSION
+from kvstore.syncpoint import reach
 
 __all__ = ["ENV_NAME", "CheckResult", "check_in_child", "put_aside", "renew"]
 
@@ -107,7 +108,9 @@ def _exchange(path: Path, directory: Path, copy: Path, result: CheckResult) -> s
             f"{directory}: {result.reason}; {result.records} intact records kept, "
             f"the old index is {aside.name}"
         )
+    reach("renew.copied")
     (copy / DATA_NAME).replace(directory / DATA_NAME)
+    reach("renew.replaced")
     sync_directory(directory)
     return note
 

@@ -59,6 +59,7 @@ from kvstore.index.lmdb_file import (
     write_seal,
 )
 from kvstore.index.lmdb_recovery import ENV_NAME, CheckResult, check_in_child, put_aside, renew
+from kvstore.syncpoint import reach
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -243,7 +244,10 @@ class MetaStore:
             old = self._space(space_id)
             epoch = max(old.epoch, self._epochs.epoch(space_id)) + 1
             self._epochs.append(space_id, epoch)
-            return self._put_epoch(old, epoch).epoch
+            reach("epoch.logged")
+            bumped = self._put_epoch(old, epoch).epoch
+            reach("epoch.committed")
+            return bumped
 
     def pins(self) -> list[PinRecord]:
         """Return every intact pin, also expired ones."""
@@ -266,6 +270,7 @@ class MetaStore:
         with self._env.use():
             items = [(self._key(p.space_id, p.key), records.encode_pin(p)) for p in pins]
             self._env.write(records.PINS, lambda txn: txn.cursor().putmulti(items))
+            reach("pins.committed")
 
     def delete_pins(self, pins: Sequence[tuple[bytes, bytes]]) -> None:
         """Remove pins, named by space id and key, all or none, durably; unknown ones are ignored.
@@ -341,8 +346,10 @@ class MetaStore:
                     txn.delete(key)
                 for key, value in items:
                     txn.put(key, value)
+                reach("blocks.put")
 
             self._env.write(records.blocks_database(store_id), commit)
+            reach("blocks.committed")
 
     def _prepare(self, new: bool, lost: bool, no_epochs: bool) -> None:
         """Check the format, read the spaces, bring both copies of the epochs together."""

@@ -32,15 +32,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvstore.errors import ConfigError, TierClosed, TierUnavailable
+from kvstore.errors import ConfigError, TierClosed
 from kvstore.space import BlockShape
 from kvstore.tiers.base import Capabilities, Outcome, Slot, Tier, TierName, TierUsage, Transfer
-from kvstore.tiers.digests import digest_shards
 from kvstore.tiers.disk_directory import DiskDirectory
 from kvstore.tiers.health import Health
-from kvstore.tiers.io_engine import FILE_GONE, IoEngine, IoRequest, error_text
+from kvstore.tiers.io_engine import IoEngine, error_text
 from kvstore.tiers.posix_engine import PosixEngine
 from kvstore.tiers.segment import Segment
+from kvstore.tiers.segment_io import SegmentIo
 from kvstore.tiers.segment_maker import SegmentMaker
 from kvstore.tiers.segment_set import SegmentSet
 from kvstore.units import PAGE_BYTES, format_bytes
@@ -60,9 +60,6 @@ class DiskTier(Tier):
 
     Attributes:
         on_room: called on the loop whenever making or removing a segment ended, well or badly.
-        corrupt: blocks whose bytes did not match their digest.
-        read_bytes: bytes read, padding included.
-        written_bytes: bytes written, padding included.
     """
 
     name = TierName.DISK
@@ -91,21 +88,14 @@ class DiskTier(Tier):
         self._engine = engine if engine is not None else PosixEngine(threads)
         self._clock = clock
         self._health = Health("disk")
+        self._io = SegmentIo(self._segments, self._engine, self._health)
         self._directory: DiskDirectory | None = None
         self._maker: SegmentMaker | None = None
         self._maker_thread = ThreadPoolExecutor(1, "kvstore-segments")
         self._found: dict[int, Segment] = {}
         self._recovering = False
         self._closing: asyncio.Future[None] | None = None
-        self._inflight = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._sync_lock = asyncio.Lock()
-        self._io_errors = 0
         self.on_room: Callable[[], None] = lambda: None
-        self.corrupt = 0
-        self.read_bytes = 0
-        self.written_bytes = 0
 
     async def open(self) -> None:
         """Lock the directory and list its segments.
@@ -149,7 +139,7 @@ class DiskTier(Tier):
     async def _close(self) -> None:
         if self._maker is not None:
             await self._maker.close()
-        await self._idle.wait()
+        await self._io.idle()
         await self._engine.close()
         await asyncio.to_thread(self._maker_thread.shutdown)
         if self._directory is not None:
@@ -173,7 +163,22 @@ class DiskTier(Tier):
     @property
     def io_errors(self) -> int:
         """Blocks, syncs and segment files that failed."""
-        return self._io_errors + (self._maker.io_errors if self._maker is not None else 0)
+        return self._io.io_errors + (self._maker.io_errors if self._maker is not None else 0)
+
+    @property
+    def corrupt(self) -> int:
+        """Blocks whose bytes did not match their digest."""
+        return self._io.corrupt
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read, padding included."""
+        return self._io.read_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written, padding included."""
+        return self._io.written_bytes
 
     @property
     def allocating(self) -> bool:
@@ -331,29 +336,8 @@ class DiskTier(Tier):
         Raises:
             ValueError: a slot is not allocated, or buffers do not fit it; nothing was read.
         """
-        requests, holders = self._requests(transfers)
-        corrupt = [False] * len(transfers)
-
-        def landed(position: int) -> None:
-            transfer = transfers[position]
-            corrupt[position] = transfer.digests is not None and (
-                digest_shards(transfer.buffers, transfer.lengths) != tuple(transfer.digests)
-            )
-
-        self._begin()
-        try:
-            errors = await self._engine.read(requests, landed)
-        finally:
-            self._end()
-        damaged = sum(corrupt)
-        self.corrupt += damaged
-        self.read_bytes += self._settle("read", holders, errors)
-        if damaged:
-            _log.warning("disk tier: %d blocks do not match their digests", damaged)
-        return [
-            Outcome.IO_ERROR if error else Outcome.CORRUPT if bad else Outcome.OK
-            for error, bad in zip(errors, corrupt, strict=True)
-        ]
+        self._opened()
+        return await self._io.read(transfers)
 
     async def write(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Write blocks; see `Tier.write`. Not durable before `sync`.
@@ -361,58 +345,17 @@ class DiskTier(Tier):
         Raises:
             ValueError: a slot is not allocated, or buffers do not fit it; nothing was written.
         """
-        requests, holders = self._requests(transfers)
-        self._begin()
-        try:
-            errors = await self._engine.write(requests)
-        finally:
-            self._end()
-        for transfer, segment, error in zip(transfers, holders, errors, strict=True):
-            if error:
-                segment.write_failed(transfer.slot.index)
-            else:
-                segment.written(transfer.slot.index)
-        self.written_bytes += self._settle("write", holders, errors)
-        return [Outcome.IO_ERROR if error else Outcome.OK for error in errors]
+        self._opened()
+        return await self._io.write(transfers)
 
     async def sync(self) -> None:
-        """Make every block written before the call durable.
+        """Make every block written before the call durable; see `SegmentIo.sync`.
 
         Raises:
-            TierUnavailable: some may be lost. Every sync fails until the blocks written since
-                the last good one are written again or freed: a kernel that could not write a
-                page back forgets that it was dirty, so trying again proves nothing.
+            TierUnavailable: some may be lost.
         """
-        self._begin()
-        try:
-            async with self._sync_lock:
-                await self._sync()
-        finally:
-            self._end()
-
-    async def _sync(self) -> None:
-        dirty = [segment for segment in self._segments if segment.unsynced]
-        pending = [segment.unsynced for segment in dirty]
-        for segment in dirty:
-            segment.unsynced = set()
-        try:
-            errors = await self._engine.sync([segment.file for segment in dirty])
-        except BaseException:
-            for segment, places in zip(dirty, pending, strict=True):
-                segment.unsynced |= places
-            raise
-        for segment, places, error in zip(dirty, pending, errors, strict=True):
-            if error:
-                # What was freed meanwhile is nobody's loss.
-                segment.lost |= {index for index in places if segment.used[index]}
-                self._fault("sync", error, segment)
-        if any(errors):
-            self._io_errors += sum(1 for error in errors if error)
-        elif dirty:
-            self._health.works("sync")
-        if any(errors) or any(segment.lost for segment in self._segments):
-            first = next((error for error in errors if error), errno.EIO)
-            raise TierUnavailable("disk", f"sync failed: {error_text(first)}", first)
+        self._opened()
+        await self._io.sync()
 
     def segments(self) -> list[tuple[int, BlockShape, int, int]]:
         """Return (number, shape, blocks, used blocks) of every segment."""
@@ -434,6 +377,13 @@ class DiskTier(Tier):
         """
         used = self._group(group).used
         return [Slot(group, index) for index, taken in enumerate(used) if taken]
+
+    def misfits(self) -> list[str]:
+        """Return one line for each account, or file in the directory, that does not fit the others.
+
+        For an audit, when nothing is being made, deleted, allocated or freed. Blocks; any thread.
+        """
+        return [*self._segments.misfits(), *self._opened()[0].misfits(list(self._segments))]
 
     def broken(self, group: int) -> str:
         """Return why a segment's file cannot be used any more; empty while it can, or is gone."""
@@ -475,15 +425,13 @@ class DiskTier(Tier):
     async def probe(self) -> bool:
         """Try the directory and, if it works, take back `state` and back-off. For idle times."""
         directory, maker = self._opened()
-        self._begin()
         try:
-            await maker.on_thread(directory.probe)
+            with self._io.under_way():
+                await maker.on_thread(directory.probe)
         except OSError as error:
             reason = error_text(error.errno or errno.EIO)
             self._health.fails("probe", f"{self._path}: {reason}")
             return False
-        finally:
-            self._end()
         self._health.reset()
         maker.retry()
         return True
@@ -500,56 +448,3 @@ class DiskTier(Tier):
         if segment is None:
             raise ValueError(f"there is no disk segment {number}")
         return segment
-
-    def _begin(self) -> None:
-        self._opened()
-        self._inflight += 1
-        self._idle.clear()
-
-    def _end(self) -> None:
-        self._inflight -= 1
-        if not self._inflight:
-            self._idle.set()
-
-    def _requests(self, transfers: Sequence[Transfer]) -> tuple[list[IoRequest], list[Segment]]:
-        """Return the transfers as file ranges, all checked before the first one is begun."""
-        self._opened()
-        requests = []
-        holders = []
-        for transfer in transfers:
-            segment = self._segments.holder(transfer.slot)
-            shape, buffers = segment.shape, transfer.buffers
-            if len(buffers) != shape.shards or len(transfer.lengths) != shape.shards:
-                raise ValueError(f"{len(buffers)} buffers for a block of {shape.shards} shards")
-            for buffer, length in zip(buffers, transfer.lengths, strict=True):
-                if len(buffer) != shape.slot_bytes or not 0 <= length <= shape.slot_bytes:
-                    raise ValueError(
-                        f"{length} bytes in a buffer of {len(buffer)} for a slot of "
-                        f"{shape.slot_bytes}"
-                    )
-            offset = segment.offset(transfer.slot.index)
-            requests.append(IoRequest(segment.file, offset, buffers))
-            holders.append(segment)
-        return requests, holders
-
-    def _settle(self, kind: str, holders: Sequence[Segment], errors: Sequence[int]) -> int:
-        """Book a batch's errors; return the bytes that were moved."""
-        moved = failed = 0
-        for segment, error in zip(holders, errors, strict=True):
-            if error:
-                failed += 1
-                self._fault(kind, error, segment)
-            else:
-                moved += segment.shape.block_bytes
-        self._io_errors += failed
-        if moved and not failed:
-            self._health.works(kind)
-        return moved
-
-    def _fault(self, kind: str, error: int, segment: Segment) -> None:
-        self._health.fails(
-            kind, f"{kind} failed: {Path(segment.file.path).name}: {error_text(error)}"
-        )
-        if error in FILE_GONE and not segment.broken:
-            self._segments.withdraw(segment)
-            segment.broken = error_text(error)

@@ -20,13 +20,20 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from kvstore.errors import ConfigError, FormatVersionError
-from kvstore.tiers.segment import TEMPORARY_SUFFIX, Segment, open_segment, sync_directory
+from kvstore.syncpoint import reach
+from kvstore.tiers.segment import (
+    HEADER_BYTES,
+    TEMPORARY_SUFFIX,
+    Segment,
+    open_segment,
+    sync_directory,
+)
 from kvstore.units import PAGE_BYTES, format_bytes
 
 __all__ = ["STORE_FORMAT_VERSION", "DiskDirectory"]
@@ -135,7 +142,22 @@ class DiskDirectory:
             return
         if (status.st_dev, status.st_ino) == (segment.file.device, segment.file.inode):
             path.unlink()
+            reach("segment.unlinked")
             sync_directory(self.path)
+
+    def misfits(self, segments: Sequence[Segment]) -> Iterator[str]:
+        """Yield one line for each file that is no segment's, and each segment without its file."""
+        names = {Path(segment.file.path).name: segment for segment in segments}
+        for entry in self.path.iterdir():
+            match = _SEGMENT_NAME.fullmatch(entry.name)
+            if entry.name.endswith(TEMPORARY_SUFFIX):
+                yield f"{entry.name} is left over"
+            elif match is not None and entry.name not in names:
+                yield f"{entry.name} is no segment's file"
+        for name, segment in names.items():
+            size = (self.path / name).stat().st_size if (self.path / name).exists() else -1
+            if size < HEADER_BYTES + segment.data_bytes:
+                yield f"{name} has {size} bytes, not {HEADER_BYTES + segment.data_bytes}"
 
     def takes_direct_io(self) -> bool:
         """Tell whether the file system opens files with O_DIRECT."""
@@ -206,6 +228,8 @@ def _make_store_id(directory: Path) -> bytes:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    reach("store_id.synced")
     temporary.rename(directory / _STORE_ID)
+    reach("store_id.renamed")
     sync_directory(directory)
     return store_id

@@ -47,6 +47,7 @@ import xxhash
 
 from kvstore.errors import FormatVersionError
 from kvstore.space import BlockShape
+from kvstore.syncpoint import reach
 from kvstore.tiers.io_engine import IoFile
 from kvstore.units import PAGE_BYTES
 
@@ -204,6 +205,11 @@ class Segment:
         """Places that `take` would give."""
         return 0 if self.retired or self.broken else len(self._free)
 
+    @property
+    def offered(self) -> list[int]:
+        """Places that are free, in no order."""
+        return [index % self.blocks for index in self._free]
+
     def ready(self) -> None:
         """Offer every place that is not in use."""
         self._free = [index for index, used in enumerate(self.used) if not used]
@@ -270,14 +276,18 @@ def create_segment(directory: Path, header: SegmentHeader) -> Segment:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                     raise
                 os.ftruncate(descriptor, length)
+            reach("segment.reserved")
             page = header.encode()
             if os.pwrite(descriptor, page, 0) != len(page):
                 raise OSError(errno.EIO, "short write", str(temporary))
+            reach("segment.written")
             os.fsync(descriptor)
             status = os.fstat(descriptor)
         finally:
             os.close(descriptor)
+        reach("segment.synced")
         temporary.rename(path)
+        reach("segment.renamed")
         sync_directory(directory)
     except OSError:
         for rest in (temporary, path):

@@ -137,6 +137,23 @@ class SegmentSet:
         emptied = (s for s in dict.fromkeys(holders) if not s.used_blocks)
         return [s for s in emptied if s.broken and not s.retired]
 
+    def misfits(self) -> Iterator[str]:
+        """Yield one line for each count that the segments do not bear out; nothing may move."""
+        used = sum(segment.shape.block_bytes * sum(segment.used) for segment in self)
+        if used != self.used_bytes:
+            yield f"disk: {self.used_bytes} bytes are counted as used, {used} are"
+        allocated = sum(segment.data_bytes for segment in self)
+        if allocated != self.allocated_bytes:
+            yield f"disk: {self.allocated_bytes} bytes are counted as allocated, {allocated} are"
+        free: dict[BlockShape, int] = {}
+        for segment in self:
+            if segment.available:
+                free[segment.shape] = free.get(segment.shape, 0) + segment.available
+            if segment.used_blocks + len(set(segment.offered)) != segment.blocks:
+                yield f"disk segment {segment.id}: a place is neither used nor free, or both"
+        if free != {shape: count for shape, count in self._free_blocks.items() if count}:
+            yield f"disk: {self._free_blocks} are counted as free, {free} are"
+
     def spare(self, shape: BlockShape) -> Iterable[Segment]:
         """Return empty segments of other shapes; a retired one is its owner's to remove."""
         return (s for s in self if s.shape != shape and not s.used_blocks and not s.retired)

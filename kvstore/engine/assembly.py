@@ -37,6 +37,7 @@ from kvstore.engine.tickets import Tickets
 from kvstore.engine.verifier import Verifier
 from kvstore.index import Block, BlockIndex, Flush, SpaceIndex
 from kvstore.prefetch.promoter import Promoter
+from kvstore.syncpoint import reach
 from kvstore.tiers.base import Slot
 from kvstore.tiers.control import ControlFile
 
@@ -154,6 +155,7 @@ class Assembly:
             else:
                 saved = fitting(saved, self.host.usage().capacity_bytes)
                 await self.host.open_kept(saved.groups, saved.last_group)
+                reach("adoption.mapped")
             opened.push_async_callback(self.host.close)
             self._compose()
             opened.callback(self.control.close)
@@ -184,7 +186,9 @@ class Assembly:
         Raises:
             OSError: it may be there still; nothing is granted.
         """
+        reach("adoption.adopted")
         remove_host_index(host_index)
+        reach("adoption.invalidated")
         if self.host.keep:
             self.host.remove_strays()
         self.room.closed = False
@@ -250,7 +254,9 @@ class Assembly:
         recovered = recover(self.index, disk, loaded.records)
         await disk.finish_recovery()
         if recovered.dropped:
+            reach("recovery.found_lost")
             self.store.commit_blocks(disk.store_id, [], recovered.dropped)
+            reach("recovery.deleted_lost")
         disk.free(recovered.freed)
         self.recovered_blocks = recovered.blocks
         self.counters.counts["recovery_dropped_blocks"] += len(recovered.dropped) + loaded.damaged

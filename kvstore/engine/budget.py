@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Final
 
 import xxhash
 
+from kvstore.syncpoint import reach
 from kvstore.tiers.pool_copy import undisturbed
 from kvstore.units import MIB
 
@@ -214,7 +215,9 @@ def _replace(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    reach("budget.synced")
     temporary.replace(path)
+    reach("budget.renamed")
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)

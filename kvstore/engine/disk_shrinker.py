@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Final
 from kvstore.engine.flusher import record_of
 from kvstore.engine.shrinking import Part, next_to_leave
 from kvstore.errors import TierError
+from kvstore.syncpoint import reach
 from kvstore.tiers.base import Outcome, Slot, Transfer
 from kvstore.tiers.pool_copy import undisturbed
 
@@ -176,6 +177,7 @@ class DiskShrinker:
                 await self._move([b for b in batch if not b.disk_refs])
         if number in self._leaving and not self._disk.slots_in_use(number):
             self._leaving.discard(number)
+            reach("move.emptied")
             self._disk.remove(number)
 
     def _make_room(self, shape: BlockShape, count: int) -> None:
@@ -252,7 +254,9 @@ class DiskShrinker:
         if self._flusher.budget is not None:
             await self._flusher.budget.overdraw(len(read) * shape.block_bytes)
         put = await self._disk.write([transfer for _, _, transfer in read])
+        reach("move.written")
         await self._disk.sync()
+        reach("move.synced")
         self._troubled = len(damaged) < outcomes.count(Outcome.IO_ERROR) or Outcome.IO_ERROR in put
         written = {
             block: slot
@@ -270,6 +274,7 @@ class DiskShrinker:
             try:
                 await undisturbed(commit)
             finally:
+                reach("move.committed")
                 # Also when cancelled: a transaction runs to its end, and what it says counts.
                 kept.update(moved.values())
                 self._settle(records, moved, ok=commit.exception() is None and commit.result())

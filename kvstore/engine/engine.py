@@ -24,6 +24,7 @@ from kvstore.errors import InvalidRequest, StaleEpoch, UnknownSpace
 from kvstore.index import Block, SpaceIndex
 from kvstore.miss import Miss
 from kvstore.outcomes import CommitOutcome
+from kvstore.syncpoint import reach
 from kvstore.tiers.base import Slot, TierName
 
 if TYPE_CHECKING:
@@ -283,5 +284,6 @@ class Engine(Assembly):
         if not saved.blocks and not saved.busy:
             return
         await asyncio.to_thread(lambda: write_host_index(path, encode(saved)))
+        reach("host_index.saved")
         self.host.keep = True
         log.info("saved the index of %d blocks in host memory", saved.blocks)

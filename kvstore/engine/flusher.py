@@ -32,6 +32,7 @@ from kvstore.engine.room import Signal
 from kvstore.errors import KVStoreError, TierError
 from kvstore.index import Block, Flush
 from kvstore.index.records import BlockRecord
+from kvstore.syncpoint import reach
 from kvstore.tiers.base import Outcome, Slot, Transfer
 
 if TYPE_CHECKING:
@@ -495,7 +496,9 @@ class Flusher:
             if b.host is not None
         ]
         outcomes = await self._disk.write(transfers)
+        reach("flush.written")
         await self._disk.sync()
+        reach("flush.synced")
         return outcomes
 
     async def _commit_group(self, group: _Group) -> None:
@@ -560,7 +563,9 @@ class Flusher:
             self._counters.counts["index_commit_failures"] += 1
             self._deletes.failed(deletes)
             return False
+        reach("flush.committed")
         self._disk.free(self._deletes.done(deletes))
+        reach("flush.freed")
         if deletes and self._refused:
             self._index.disk_room_hint = True
         self._work.set()

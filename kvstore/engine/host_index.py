@@ -62,6 +62,7 @@ import xxhash
 from kvstore.errors import FormatVersionError
 from kvstore.index.epoch_log import sync_directory
 from kvstore.space import BlockShape
+from kvstore.syncpoint import reach
 from kvstore.tiers.base import Slot
 from kvstore.tiers.slab import KeptGroup
 
@@ -333,8 +334,11 @@ def write_host_index(path: Path, data: bytes) -> None:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
             file.flush()
+            reach("host_index.written")
             os.fsync(fd)
+        reach("host_index.synced")
         temporary.replace(path)
+        reach("host_index.renamed")
         sync_directory(path.parent)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -364,4 +368,5 @@ def remove_host_index(path: Path) -> None:
     path.with_name(path.name + ".tmp").unlink(missing_ok=True)
     if path.exists():
         path.unlink()
+        reach("host_index.unlinked")
         sync_directory(path.parent)

@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import KVStoreError
+from kvstore.syncpoint import reach
 from kvstore.tiers.base import TierName
 
 if TYPE_CHECKING:
@@ -169,6 +170,7 @@ class Removal:
 
     async def _bump(self, space: SpaceIndex) -> int:
         epoch = await self._store.run(self._store.store.bump_epoch, space.id)
+        reach("epoch.durable")
         if epoch <= space.epoch:
             return space.epoch  # a later bump was faster
         space.epoch = epoch

@@ -50,6 +50,7 @@ from kvstore.server.kv_service import KVStoreService
 from kvstore.server.metrics import serve_metrics
 from kvstore.server.reading import CarefulServer
 from kvstore.server.sockets import BootSocket
+from kvstore.syncpoint import arm_from_environment
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.pool_directory import remove_stale_pools
@@ -328,6 +329,7 @@ def serve(config: ServeConfig) -> int:
     # The loop must get the interpreter back quickly from threads that hash and copy.
     sys.setswitchinterval(0.001)
     _raise_open_files()
+    arm_from_environment()
     lock = _lock_state(config.state)
     try:
         _check_room(config.state)

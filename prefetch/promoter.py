@@ -1,11 +1,13 @@
 """Promotion: moving blocks from a slower tier into memory, one read per block.
 
-Whoever wants blocks names them in chain order with a waiter. A block that is already on its way
-gets one more waiter, not one more read. Requests are served by priority, then in order of
-arrival, a batch at a time; several batches are under way at once. A shape without room for now
-lets the others go first and keeps its place.
+Whoever wants blocks names them in chain order with a waiter; that is a job. A block that is already
+on its way gets one more job, not one more read. Jobs are served in the order of `queue`, a batch at
+a time; several batches are under way at once. A job's first batch is small and each next one twice
+as large, so that its first block can be used after about one block's time; no batch is larger than
+what the path moves in a few milliseconds, so that nobody waits long behind a batch. A shape without
+room for now lets the others go first and keeps its place.
 
-A move is queued, then moving, then ended. It holds its source copy from the request on, and its
+A move is queued, taken into a batch, moving, ended. It holds its source copy from the request on, and its
 destination slot until the last system call has returned: cancelling takes a waiter away, and
 drops moves that nobody waits for only if they have not begun. Telling a waiter may make it cancel
 others of its moves, so whoever tells several looks at each move's state again.
@@ -14,19 +16,21 @@ others of its moves, so whoever tells several looks at each move's state again.
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import logging
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstore.errors import TierError
 from kvstore.miss import MissReason
+from kvstore.prefetch.estimate import PathEstimate
+from kvstore.prefetch.queue import Job, JobQueue
 from kvstore.tiers.base import Outcome, Transfer
+from kvstore.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from kvstore.index import Block, BlockIndex
     from kvstore.space import BlockShape
@@ -36,7 +40,10 @@ __all__ = ["Promoter", "PromotionHost", "Waiter"]
 
 log = logging.getLogger(__name__)
 
-_BATCH_BYTES: Final = 16 << 20
+# A batch is what the path moves in this time, and at most so much.
+_QUANTUM_SECONDS: Final = 0.008
+_BATCH_BYTES: Final = 16 * MIB
+_FIRST_BATCH_BYTES: Final = 1 * MIB
 _BATCHES_AT_ONCE: Final = 3
 _ROOM_POLL_SECONDS: Final = 0.05
 
@@ -82,23 +89,41 @@ class PromotionHost(Protocol):
 
 class _State(Enum):
     QUEUED = 1
-    MOVING = 2
-    ENDED = 3
+    TAKEN = 2  # in a batch that seeks room; goes back, on, or ends before anybody else runs
+    MOVING = 3
+    ENDED = 4
 
 
 @dataclass(eq=False, slots=True)
 class _Move:
     block: Block
-    place: tuple[int, int]  # in its queue: minus the priority, order of arrival
-    waiters: list[Waiter] = field(default_factory=list)
+    jobs: dict[_WaiterJob, None] = field(default_factory=dict)
     state: _State = _State.QUEUED
 
 
-_Queue = list[tuple[tuple[int, int], _Move]]
+class _WaiterJob(Job[_Move]):
+    """A job, and what it comes to.
+
+    Attributes:
+        waiter: who is told.
+        moves: those of its moves that have not ended.
+    """
+
+    __slots__ = ("moves", "waiter")
+
+    def __init__(self, waiter: Waiter, shape: BlockShape, priority: int, deadline: float) -> None:
+        super().__init__(shape, priority, deadline)
+        self.waiter = waiter
+        self.moves = 0
 
 
 class Promoter:
-    """Moves blocks from one tier into host memory."""
+    """Moves blocks from one tier into host memory.
+
+    Attributes:
+        path: how fast that goes.
+        moving: host slots that are being filled: they will be blocks soon.
+    """
 
     def __init__(
         self,
@@ -124,13 +149,14 @@ class Promoter:
         self._on_corrupt = on_corrupt
         self._on_read = on_read
         self._moves: dict[Block, _Move] = {}
-        self._queues: dict[BlockShape, _Queue] = {}
+        self._jobs: dict[tuple[Waiter, BlockShape, int], _WaiterJob] = {}
+        self._queue: JobQueue[_Move] = JobQueue()
+        self._bytes = 0
         # Shapes for which there was no room a moment ago.
         self._stalled: set[BlockShape] = set()
-        self._order = itertools.count()
         self._work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        # Host slots that are being filled: they will be blocks soon.
+        self.path = PathEstimate()
         self.moving = 0
 
     def start(self) -> None:
@@ -150,39 +176,103 @@ class Promoter:
         """Return the number of blocks queued or on their way."""
         return len(self._moves)
 
-    def request(self, blocks: Iterable[Block], waiter: Waiter, priority: int = 0) -> None:
-        """Promote blocks, given in chain order, and tell the waiter about each."""
+    @property
+    def jobs(self) -> int:
+        """Number of jobs that have not ended."""
+        return len(self._jobs)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of blocks queued or on their way."""
+        return self._bytes
+
+    def request(
+        self,
+        blocks: Iterable[Block],
+        waiter: Waiter,
+        priority: int = 0,
+        deadline: float = math.inf,
+    ) -> None:
+        """Promote blocks of one shape, given in chain order, and tell the waiter about each.
+
+        Args:
+            blocks: each has a disk copy.
+            waiter: who is told.
+            priority: class; higher goes first.
+            deadline: loop time after which what has not begun is not wanted any more.
+        """
+        job: _WaiterJob | None = None
         for block in blocks:
+            shape = block.space.shape
+            if job is None:
+                name = (waiter, shape, priority)
+                job = self._jobs.get(name)
+                if job is None:
+                    job = self._jobs[name] = _WaiterJob(waiter, shape, priority, deadline)
             move = self._moves.get(block)
             if move is None:
-                move = self._moves[block] = _Move(block, (-priority, next(self._order)))
+                move = self._moves[block] = _Move(block)
+                self._bytes += shape.block_bytes
                 self._index.hold_disk(block)
-                self._enqueue(move)
-            elif move.state is _State.QUEUED and -priority < move.place[0]:
-                move.place = (-priority, move.place[1])  # the old entry is void
-                self._enqueue(move)
-            move.waiters.append(waiter)
+            if job not in move.jobs:
+                move.jobs[job] = None
+                job.moves += 1
+                job.left += shape.block_bytes
+                if move.state is _State.QUEUED:
+                    job.items.append(move)
+        if job is not None and job.items:
+            self._queue.add(job)
         self._work.set()
+
+    def ahead_bytes(self, blocks: Iterable[Block], priority: int) -> int:
+        """Return how many bytes would be read before these blocks; those in flight not counted."""
+        own = size = shared = 0
+        for block in blocks:
+            size = block.space.shape.block_bytes
+            own += size
+            if block in self._moves:
+                shared += size
+        queued = self._bytes - self.path.in_flight
+        return max(0, min(queued - shared, self._queue.before(priority, own)))
 
     def cancel(self, blocks: Iterable[Block], waiter: Waiter) -> None:
         """Take a waiter away; moves that have begun run to their end."""
         for block in blocks:
             move = self._moves.get(block)
-            if move is not None and waiter in move.waiters:
-                move.waiters.remove(waiter)
-                if not move.waiters and move.state is _State.QUEUED:
-                    self._end(move)
+            if move is None:
+                continue
+            for job in [job for job in move.jobs if job.waiter is waiter]:
+                self._leave(job, move)
 
-    def _enqueue(self, move: _Move) -> None:
-        queue = self._queues.setdefault(move.block.space.shape, [])
-        heapq.heappush(queue, (move.place, move))
+    def _leave(self, job: _WaiterJob, move: _Move) -> None:
+        """A job does not want a move any more."""
+        del move.jobs[job]
+        self._settle(job, move)
+        if not move.jobs and move.state is _State.QUEUED:
+            self._end(move)
+
+    def _settle(self, job: _WaiterJob, move: _Move) -> None:
+        """Count a move as over for a job, whatever it came to."""
+        job.moves -= 1
+        job.left -= move.block.space.shape.block_bytes
+        if job.moves:
+            self._queue.changed(job)
+        else:
+            self._queue.remove(job)
+            name = (job.waiter, move.block.space.shape, job.priority)
+            if self._jobs.get(name) is job:
+                del self._jobs[name]
 
     def _end(self, move: _Move) -> list[Waiter]:
         """Forget a move; return who waits for it."""
         del self._moves[move.block]
+        self._bytes -= move.block.space.shape.block_bytes
         move.state = _State.ENDED
         self._index.release_disk(move.block)
-        return move.waiters
+        jobs, move.jobs = move.jobs, {}
+        for job in jobs:
+            self._settle(job, move)
+        return list(dict.fromkeys(job.waiter for job in jobs))
 
     async def _serve(self) -> None:
         while True:
@@ -193,56 +283,101 @@ class Promoter:
                 continue
             shape = batch[0].block.space.shape
             slots = self._host.take(shape, len(batch), self._older_than(batch))
-            for move in batch[len(slots) :]:
-                self._enqueue(move)
             if slots:
+                self._put_back(batch[len(slots) :])
                 await self._move(batch[: len(slots)], slots)
             elif self._host.may_come(shape, promoting=True):
+                self._put_back(batch)
                 self._stalled.add(shape)
                 await self._host.room(_ROOM_POLL_SECONDS)
                 self._stalled.discard(shape)
                 self._work.set()
             else:
                 for move in batch:
-                    if move.state is _State.QUEUED:
-                        self._fail(move, MissReason.NO_ROOM)
+                    self._fail_taken(move, MissReason.NO_ROOM)
 
     @staticmethod
     def _older_than(batch: Sequence[_Move]) -> int | None:
-        if any(waiter.holding for move in batch for waiter in move.waiters):
+        if any(job.waiter.holding for move in batch for job in move.jobs):
             return None
         return max(move.block.sequence for move in batch)
 
+    def _put_back(self, moves: Sequence[_Move]) -> None:
+        """Moves that found no room are next in their jobs again."""
+        for move in reversed(moves):
+            move.state = _State.QUEUED
+            for job in move.jobs:
+                job.items.appendleft(move)
+                self._queue.add(job)
+
     def _next_batch(self) -> list[_Move]:
-        """Take the queued moves that come first among those of one shape, up to a batch."""
-        batch: list[_Move] = []
-        while not batch and (shape := self._next_shape()) is not None:
-            queue = self._queues[shape]
-            while queue and (not batch or (len(batch) + 1) * shape.block_bytes <= _BATCH_BYTES):
-                place, move = heapq.heappop(queue)
-                if self._is_current(place, move):
-                    batch.append(move)
+        """Take the queued moves that come first among those of one shape, up to a batch.
+
+        A job that has nothing more to begin lets the next one fill the batch.
+        """
+        while True:
+            batch = self._gather()
+            # Those who hear that a block is dead may not want others of the batch any more.
             for move in batch:
-                if move.block.dead and move.state is _State.QUEUED:
-                    self._fail(move, self._cause(move.block))
-            batch = [move for move in batch if move.state is _State.QUEUED]
+                if move.block.dead:
+                    self._fail_taken(move, self._cause(move.block))
+                elif not move.jobs:
+                    self._end(move)
+            left = [move for move in batch if move.state is _State.TAKEN]
+            if left or not batch:
+                return left
+
+    def _gather(self) -> list[_Move]:
+        batch: list[_Move] = []
+        room = 0
+        now = asyncio.get_running_loop().time()
+        while (job := self._queue.pick(lambda shape: self._fits(shape, batch))) is not None:
+            assert isinstance(job, _WaiterJob)
+            if job.deadline <= now:
+                self._drop(job)
+                continue
+            move = self._next_move(job)
+            if move is None:
+                self._queue.remove(job)
+                continue
+            size = move.block.space.shape.block_bytes
+            if not batch:
+                room = self.path.quantum(_QUANTUM_SECONDS, size, _BATCH_BYTES)
+            most = _FIRST_BATCH_BYTES << min(job.batches - 1, 8)
+            while move is not None and (not batch or size <= min(room, most)):
+                job.items.popleft()
+                move.state = _State.TAKEN
+                batch.append(move)
+                room -= size
+                most -= size
+                move = self._next_move(job)
+            if move is not None:
+                break
+            self._queue.remove(job)
         return batch
 
-    def _next_shape(self) -> BlockShape | None:
-        """Return the shape of the move that comes first, those without room left out."""
-        heads = []
-        for shape, queue in list(self._queues.items()):
-            while queue and not self._is_current(*queue[0]):
-                heapq.heappop(queue)
-            if not queue:
-                del self._queues[shape]
-            elif shape not in self._stalled:
-                heads.append((queue[0][0], shape))
-        return min(heads)[1] if heads else None
+    def _fits(self, shape: Hashable, batch: Sequence[_Move]) -> bool:
+        """Return whether blocks of a shape may join a batch."""
+        return shape == batch[0].block.space.shape if batch else shape not in self._stalled
 
-    @staticmethod
-    def _is_current(place: tuple[int, int], move: _Move) -> bool:
-        return move.state is _State.QUEUED and move.place == place
+    def _next_move(self, job: _WaiterJob) -> _Move | None:
+        """Return the first move that a job wants and nobody has begun; it stays where it is."""
+        items = job.items
+        while items:
+            move = items[0]
+            if move.state is _State.QUEUED and job in move.jobs:
+                return move
+            items.popleft()
+        return None
+
+    def _drop(self, job: _WaiterJob) -> None:
+        """The job's deadline has passed: what has not begun is not wanted any more."""
+        self._queue.remove(job)
+        for move in list(job.items):
+            if move.state is _State.QUEUED and job in move.jobs:
+                self._leave(job, move)
+                job.waiter.failed(move.block, MissReason.DEADLINE)
+        job.items.clear()
 
     def _cause(self, block: Block) -> MissReason:
         """Say why a block that was discarded is not there any more."""
@@ -252,7 +387,6 @@ class Promoter:
 
     async def _move(self, moves: Sequence[_Move], slots: Sequence[Slot]) -> None:
         loop = asyncio.get_running_loop()
-        begun = loop.time()
         transfers = []
         for move, slot in zip(moves, slots, strict=True):
             move.state = _State.MOVING
@@ -264,6 +398,8 @@ class Promoter:
                 )
             )
         outcomes = [Outcome.IO_ERROR] * len(moves)
+        size = moves[0].block.space.shape.block_bytes
+        number = self.path.begin(len(moves) * size, loop.time())
         self.moving += len(moves)
         try:
             outcomes = await self._source.read(transfers)
@@ -275,9 +411,11 @@ class Promoter:
         finally:
             # Also when cancelled: by then the last system call has returned.
             self.moving -= len(moves)
+            arrived = sum(outcome is not Outcome.IO_ERROR for outcome in outcomes)
+            seconds = self.path.end(number, arrived * size, loop.time())
             for move, slot, outcome in zip(moves, slots, outcomes, strict=True):
                 self._land(move, slot, outcome)
-        self._on_read(len(moves), loop.time() - begun)
+        self._on_read(len(moves), seconds)
 
     def _land(self, move: _Move, slot: Slot, outcome: Outcome) -> None:
         block = move.block
@@ -297,6 +435,13 @@ class Promoter:
             self._fail(move, self._cause(block))
         else:
             self._fail(move, MissReason.IO_ERROR)
+
+    def _fail_taken(self, move: _Move, reason: MissReason) -> None:
+        """A move of a batch comes to nothing; failing another one may have ended it."""
+        if move.jobs:
+            self._fail(move, reason)
+        elif move.state is _State.TAKEN:
+            self._end(move)
 
     def _fail(self, move: _Move, reason: MissReason) -> None:
         for waiter in self._end(move):

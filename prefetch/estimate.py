@@ -1,0 +1,142 @@
+"""How fast a path moves bytes, as measured while it is used.
+
+Rate is bytes over *busy* time: the time in which at least one transfer was under way. Several
+transfers share a device, so the time of each says little; bytes and busy time are summed up and
+decay together, which weighs every stretch of time alike however its transfers ended in bursts.
+One outlier moves the estimate by little (a stretch counts at most as if the path were eight times
+slower than believed), a path that has changed is believed after a few.
+
+Latency is what a lone transfer takes beyond its bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.units import MIB
+
+__all__ = ["PathEstimate", "Prior"]
+
+# Busy time after which an observation has lost 63 % of its weight.
+_MEMORY_SECONDS: Final = 2.0
+_OUTLIER: Final = 8.0
+_LATENCY_WEIGHT: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """What is believed before anything was measured.
+
+    Attributes:
+        bytes_per_second: rate.
+        latency_seconds: of a transfer.
+    """
+
+    bytes_per_second: float = 1e9
+    latency_seconds: float = 1e-3
+
+
+class PathEstimate:
+    """Moving estimate of one path. Times are loop times, in seconds.
+
+    Attributes:
+        measured: whether anything has been observed.
+        observed_at: when a transfer ended last; minus infinity before.
+        latency_seconds: of a transfer, beyond the time of its bytes.
+        in_flight: bytes under way.
+    """
+
+    def __init__(self, prior: Prior | None = None) -> None:
+        """Believe the prior."""
+        prior = prior or Prior()
+        self._bytes = 0.0
+        self._seconds = 0.0
+        self._prior = prior.bytes_per_second
+        self.latency_seconds = prior.latency_seconds
+        self.measured = False
+        self.observed_at = -math.inf
+        self.in_flight = 0
+        self._begun: dict[int, tuple[float, int]] = {}
+        self._next = 0
+        self._mark = 0.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Believed rate."""
+        return self._bytes / self._seconds if self.measured else self._prior
+
+    def begin(self, size: int, now: float) -> int:
+        """Take note that a transfer begins; return its number for `end`."""
+        if not self._begun:
+            self._mark = now
+        self._next += 1
+        self._begun[self._next] = (now, size)
+        self.in_flight += size
+        return self._next
+
+    def end(self, number: int, moved: int, now: float) -> float:
+        """Take note that a transfer is over.
+
+        Args:
+            number: from `begin`.
+            moved: bytes that arrived; 0 for one that failed, which says nothing about speed.
+            now: loop time.
+
+        Returns:
+            seconds that it took.
+        """
+        begun, size = self._begun.pop(number)
+        self.in_flight -= size
+        stretch = max(now - self._mark, 1e-9)
+        self._mark = now
+        took = now - begun
+        if moved <= 0:
+            return took
+        expected = moved / self.bytes_per_second + self.latency_seconds
+        if self.measured:
+            stretch = min(stretch, _OUTLIER * expected)
+        keep = math.exp(-stretch / _MEMORY_SECONDS) if self.measured else 0.0
+        # However short the stretch, a transfer replaces some of what is believed: a fast device
+        # would else be measured for seconds before a slow prior is forgotten.
+        keep = min(keep, 0.97)
+        self._bytes = keep * self._bytes + moved
+        self._seconds = keep * self._seconds + stretch
+        alone = not self._begun
+        self.measured = True
+        self.observed_at = now
+        if alone:
+            extra = max(0.0, took - moved / self.bytes_per_second)
+            extra = min(extra, _OUTLIER * max(self.latency_seconds, 1e-4))
+            self.latency_seconds += _LATENCY_WEIGHT * (extra - self.latency_seconds)
+        return took
+
+    def oldest_seconds(self, now: float) -> float:
+        """Return how long the oldest transfer has been under way; 0 without one."""
+        return now - min((begun for begun, _ in self._begun.values()), default=now)
+
+    def seconds(self, size: int, ahead: int, now: float) -> float:
+        """Predict how long it takes until `size` bytes have arrived.
+
+        Args:
+            size: bytes.
+            ahead: bytes that go first, those in flight not counted.
+            now: loop time.
+        """
+        return (self.in_flight + ahead + size) / self.pace(now) + self.latency_seconds
+
+    def pace(self, now: float) -> float:
+        """Return the rate to count on now: the believed one, unless what is under way belies it.
+
+        A transfer that should have ended long ago says that the path is slow before it ends.
+        """
+        rate = self.bytes_per_second
+        age = self.oldest_seconds(now)
+        if age > 2 * (self.in_flight / rate + self.latency_seconds):
+            return max(min(rate, self.in_flight / age), 1.0)
+        return rate
+
+    def quantum(self, seconds: float, least: int, most: int = 16 * MIB) -> int:
+        """Return how many bytes the path moves in so many seconds, within limits."""
+        return int(min(max(self.bytes_per_second * seconds, least), most))

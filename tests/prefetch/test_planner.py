@@ -1,0 +1,134 @@
+"""Load or compute: what is waited for is predicted to pay, and belief follows what is measured."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.prefetch.estimate import PathEstimate, Prior
+from kvstore.prefetch.planner import Want, plan
+from kvstore.units import MIB
+
+
+def path_of(rate: float, latency: float = 0.0) -> PathEstimate:
+    """A path that has moved a lot at this rate."""
+    path = PathEstimate(Prior(rate, latency))
+    now = 0.0
+    for _ in range(20):
+        number = path.begin(MIB, now)
+        now += MIB / rate + latency
+        path.end(number, MIB, now)
+    return path
+
+
+def want(ready: str, block_seconds: float, deadline: float = 60, ahead: int = 0) -> Want:
+    return Want([c == "+" for c in ready], MIB, block_seconds, ahead, deadline)
+
+
+def test_the_rate_is_that_of_the_device_however_many_transfers_share_it() -> None:
+    path, now = PathEstimate(Prior(1e6)), 0.0
+    for _ in range(50):
+        numbers = [path.begin(MIB, now) for _ in range(4)]
+        now += 4 * MIB / 2e9
+        for number in numbers:  # all end in one burst
+            path.end(number, MIB, now)
+    assert path.bytes_per_second == pytest.approx(2e9, rel=0.05)
+    assert path.in_flight == 0
+
+
+def test_idle_time_is_not_slowness() -> None:
+    path, now = path_of(1e9), 100.0
+    for _ in range(30):
+        number = path.begin(MIB, now)
+        path.end(number, MIB, now + MIB / 1e9)
+        now += 30
+    assert path.bytes_per_second == pytest.approx(1e9, rel=0.05)
+
+
+def test_one_hiccup_is_forgotten_and_a_slower_device_is_believed() -> None:
+    path, now = path_of(1e9), 100.0
+    number = path.begin(MIB, now)
+    now += 30.0
+    path.end(number, MIB, now)
+    assert path.bytes_per_second > 0.4e9
+    for _ in range(200):
+        number = path.begin(MIB, now)
+        now += MIB / 1e8
+        path.end(number, MIB, now)
+    assert path.bytes_per_second == pytest.approx(1e8, rel=0.1)
+
+
+def test_a_transfer_that_should_have_ended_says_so_before_it_ends() -> None:
+    path = path_of(1e9)
+    assert path.pace(100.0) == pytest.approx(1e9, rel=0.05)
+    path.begin(10 * MIB, 100.0)
+    assert path.pace(100.01) == pytest.approx(1e9, rel=0.05)
+    assert path.pace(110.0) == pytest.approx(MIB, rel=0.05)
+
+
+def test_a_failed_transfer_says_nothing_about_speed() -> None:
+    path = path_of(1e9)
+    before = path.bytes_per_second
+    path.end(path.begin(MIB, 50.0), 0, 50.1)
+    assert path.bytes_per_second == before
+
+
+@pytest.mark.parametrize(
+    ("rate", "block_seconds", "blocks"),
+    [
+        (1000 * MIB, 0.1, 8),  # 1 ms to load, 100 to compute
+        (5 * MIB, 0.1, 3),  # 200 to load: only what is there
+        (10.5 * MIB, 0.1, 3),  # about even: a load that may not pay is not waited for
+        (20 * MIB, 0.1, 8),
+    ],
+)
+def test_loading_must_beat_computing(rate: float, block_seconds: float, blocks: int) -> None:
+    assert plan(want("+++-----", block_seconds), path_of(rate), 9e9).blocks == blocks
+
+
+def test_what_lies_behind_in_memory_makes_a_short_wait_worth_it() -> None:
+    """One slow block unlocks four that are in memory already."""
+    path = path_of(4 * MIB)
+    assert plan(want("--", 0.1), path, 9e9).blocks == 0
+    assert plan(want("-++++-", 0.1), path, 9e9).blocks == 5
+
+
+def test_a_queue_ahead_counts() -> None:
+    path = path_of(100 * MIB)
+    assert plan(want("----", 0.1), path, 9e9).blocks == 4
+    assert plan(want("----", 0.1, ahead=100 * MIB), path, 9e9).blocks == 0
+
+
+def test_without_a_prefill_rate_the_deadline_decides() -> None:
+    chosen = plan(want("+---", 0.0, deadline=0.5), path_of(MIB), 9e9)
+    assert (chosen.blocks, chosen.saved_seconds) == (4, 0.0)
+
+
+def test_the_deadline_cuts_what_cannot_come_in_time() -> None:
+    assert plan(want("-" * 20, 10.0, deadline=5.5), path_of(MIB), 9e9).blocks == 5
+
+
+@given(
+    st.text("+-", max_size=30),
+    st.floats(1e-4, 10),
+    st.floats(1e5, 1e10),
+    st.integers(0, 1 << 30),
+    st.floats(0.01, 10),
+)
+def test_no_other_choice_is_predicted_to_be_better(
+    ready: str, block_seconds: float, rate: float, ahead: int, deadline: float
+) -> None:
+    path = path_of(rate)
+    it = want(ready, block_seconds, deadline, ahead)
+    chosen = plan(it, path, 9e9, margin=0.0)
+
+    def cost(k: int) -> float:
+        coming = ready[:k].count("-")
+        wait = path.seconds(coming * MIB, ahead, 9e9) if coming else 0.0
+        return wait + (len(ready) - k) * block_seconds if wait <= deadline else math.inf
+
+    best = min(cost(k) for k in range(len(ready) + 1))
+    assert cost(chosen.blocks) <= best * (1 + 1e-9) + 1e-9

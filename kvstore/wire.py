@@ -334,7 +334,7 @@ def channel_options(*, local: bool) -> Sequence[tuple[str, int]]:
         # How long a connection may take, despite its name: a daemon that is stopped accepts, and
         # says nothing.
         ("grpc.min_reconnect_backoff_ms", 3_000),
-        ("grpc.max_reconnect_backoff_ms", 500),
+        ("grpc.max_reconnect_backoff_ms", 200 if local else 500),
         # An http_proxy in the environment must not see KV bytes.
         ("grpc.enable_http_proxy", 0),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

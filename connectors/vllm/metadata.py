@@ -105,6 +105,7 @@ class WorkerInfo(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         attachment_id: 0 while not attached.
         boot_id: of the daemon run attached to.
         refusal: why this worker cannot take part; "" when it can.
+        mappable: whether it can map the pool, as far as it knows.
     """
 
     rank: int
@@ -114,6 +115,7 @@ class WorkerInfo(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     attachment_id: int = 0
     boot_id: bytes = b""
     refusal: str = ""
+    mappable: bool = True
 
 
 @dataclass(slots=True)

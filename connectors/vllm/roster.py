@@ -71,16 +71,19 @@ class Roster:
             known = self._infos.get(info.rank)
             if known is not None:
                 known.attachment_id, known.boot_id = info.attachment_id, info.boot_id
+                known.mappable = info.mappable
 
-    def attached(self, attachment: Attachment) -> bool:
-        """Return whether all workers are attached to the daemon run that `attachment` is of."""
+    def loads(self, attachment: Attachment) -> bool:
+        """Return whether workers can load what this process has leased now.
+
+        What is known of their attachments is of the last step that the engine made, which may
+        be long ago. A load does not need it: it names the daemon run, and a worker that has not
+        found that run yet waits for it.
+        """
         return (
             self.complete
             and attachment.alive
-            and all(
-                info.attachment_id and info.boot_id == attachment.boot_id
-                for info in self._infos.values()
-            )
+            and all(info.mappable for info in self._infos.values())
         )
 
     @property

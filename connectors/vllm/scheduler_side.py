@@ -125,7 +125,7 @@ class SchedulerSide:
             self.settings.load
             and track.loads
             and not getattr(track.request, "skip_reading_prefix_cache", False)
-            and self._roster.attached(self._client.attachment)
+            and self._roster.loads(self._client.attachment)
         )
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:

@@ -147,6 +147,13 @@ class Attachment(Protocol):
     def wait_active(self, timeout_s: float) -> bool:
         """Wait until attached; return whether it is."""
 
+    @property
+    def streams_only(self) -> bool:
+        """Whether it is known that the pool cannot be mapped from this process."""
+
+    def wait_run(self, boot_id: bytes, timeout_s: float) -> bool:
+        """Wait until attached to this daemon run; return whether it is. False at once if over."""
+
     def using(self, slots: SlotArray, *, boot_id: bytes, writer_id: int = 0) -> Held:
         """Return a context manager (`Held`) that keeps the slots mapped for a copy.
 

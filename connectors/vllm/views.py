@@ -36,7 +36,7 @@ class View:
         credits: slots reserved ahead; None while there is no space or no complete set of writers.
         stored: what this engine has stored in it.
         run: counts the daemon runs that knew it; what was stored before may be gone.
-        waited: whether a request has waited for it to open.
+        waited: whether a request has waited for it to open, in this daemon run.
     """
 
     def __init__(self, client: Client, spec: SpaceSpec, opener: ThreadPoolExecutor) -> None:
@@ -67,6 +67,7 @@ class View:
         if self._boot_id != boot_id:
             self._boot_id = boot_id
             self.run += 1
+            self.waited = False
             self.credits = None
             self.stored.clear()
         return self._space

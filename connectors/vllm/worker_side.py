@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -111,23 +112,18 @@ class WorkerSide:
         if not info.refusal:
             self._client.attachment.wait_active(_ATTACH_SECONDS)
             self._notice()
-        return WorkerInfo(
-            info.rank,
-            info.shard,
-            info.shard_bytes,
-            info.layout,
-            info.attachment_id,
-            info.boot_id,
-            info.refusal,
-        )
+        return replace(info)
 
     def _notice(self) -> bool:
         """Take note of this process's attachment; return whether it is another one."""
-        attachment = self._client.attachment
-        now = (attachment.id, attachment.boot_id) if attachment.alive else (0, b"")
-        if now == (self._info.attachment_id, self._info.boot_id):
+        attachment, info = self._client.attachment, self._info
+        alive = attachment.alive
+        now = (attachment.id, attachment.boot_id) if alive else (0, b"")
+        # While the daemon is away, what was known of its memory stays so.
+        mappable = alive or (info.mappable and not attachment.streams_only)
+        if (*now, mappable) == (info.attachment_id, info.boot_id, info.mappable):
             return False
-        self._info.attachment_id, self._info.boot_id = now
+        (info.attachment_id, info.boot_id), info.mappable = now, mappable
         return True
 
     def prepare(self, meta: StepMeta) -> None:
@@ -228,17 +224,7 @@ class WorkerSide:
                 return None
             self._report = WorkerReport()
         if changed:
-            info = self._info
-            report.infos.append(
-                WorkerInfo(
-                    info.rank,
-                    info.shard,
-                    info.shard_bytes,
-                    info.layout,
-                    info.attachment_id,
-                    info.boot_id,
-                )
-            )
+            report.infos.append(replace(self._info))
         return report
 
     def close(self) -> None:

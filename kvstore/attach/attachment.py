@@ -13,6 +13,7 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -34,7 +35,11 @@ __all__ = ["Attachment"]
 _log: Final = logging.getLogger(__name__)
 
 _FIRST_PAUSE_SECONDS: Final = 0.05
+# On one machine asking costs microseconds, and a daemon that was restarted is back in a second.
+_LONGEST_LOCAL_PAUSE_SECONDS: Final = 0.2
 _LONGEST_PAUSE_SECONDS: Final = 1.0
+# Daemon runs that are remembered as over.
+_MOST_ENDED_RUNS: Final = 16
 # After Detach the daemon ends the stream at once; a stalled one must not hold up an exit.
 _GOODBYE_SECONDS: Final = 1.0
 
@@ -79,6 +84,7 @@ class Attachment(Calls):
         self._problem = "not attached yet"
         self._settled = False
         self._unmappable_boot: bytes = b""
+        self._ended_runs: deque[bytes] = deque(maxlen=_MOST_ENDED_RUNS)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._on_grant_revoked: list[Callable[[int, int], None]] = []
@@ -117,6 +123,12 @@ class Attachment(Calls):
         return current is not None and current.mappable
 
     @property
+    def streams_only(self) -> bool:
+        """Whether it is known that the pool cannot be mapped from this process."""
+        current = self._current
+        return current is not None and not current.mappable
+
+    @property
     def lease_cap_bytes(self) -> int:
         """Most bytes that leases of this attachment may hold together; 0: no cap is known."""
         current = self._current
@@ -135,6 +147,28 @@ class Attachment(Calls):
             )
         return self.alive
 
+    def wait_run(self, boot_id: bytes, timeout_s: float) -> bool:
+        """Wait until attached to one run of the daemon.
+
+        Another process of the same engine may have found a daemon that was restarted a moment
+        before this one does.
+
+        Returns:
+            True then; False when the time is up, or as soon as waiting is idle: this process was
+            attached to that run and is not any more, or cannot map its memory.
+        """
+
+        def there() -> bool:
+            return self.alive and self.boot_id == boot_id
+
+        def never() -> bool:
+            ended = boot_id in self._ended_runs and self.boot_id != boot_id
+            return ended or self.streams_only or self._closing.is_set()
+
+        with self._state:
+            self._state.wait_for(lambda: there() or never(), timeout_s)
+        return there()
+
     def _active(self) -> Incarnation:
         self._link.check()
         current = self._current
@@ -144,6 +178,8 @@ class Attachment(Calls):
 
     def _run(self) -> None:
         pause = _FIRST_PAUSE_SECONDS
+        local = self._link.address.local
+        longest = _LONGEST_LOCAL_PAUSE_SECONDS if local else _LONGEST_PAUSE_SECONDS
         while not self._closing.is_set():
             began = time.monotonic()
             try:
@@ -161,11 +197,11 @@ class Attachment(Calls):
             self._finish(problem)
             if again:
                 continue
-            if time.monotonic() - began > _LONGEST_PAUSE_SECONDS:
+            if time.monotonic() - began > longest:
                 pause = _FIRST_PAUSE_SECONDS
             # Jitter: a hundred clients of a daemon that is back do not come all at once.
             self._closing.wait(pause * (0.5 + secrets.randbelow(1000) / 1000))
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            pause = min(2 * pause, longest)
 
     def _serve(self) -> bool:
         """Attach and dispatch events until the stream ends.
@@ -262,6 +298,8 @@ class Attachment(Calls):
             current, self._current = self._current, None
             self._problem = problem
             self._settled = False
+            if current is not None and current.boot_id not in self._ended_runs:
+                self._ended_runs.append(current.boot_id)
             self._state.notify_all()
         if current is not None:
             _log.info("attachment %d ended: %s", current.id, problem)

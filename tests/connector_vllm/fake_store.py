@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
@@ -81,6 +82,15 @@ class FakeDaemon:
             self.bound: dict[tuple[int, int], bytes] = {}
             self.leases: dict[int, FakeLease] = {}
             self.up = True
+
+    def warm_boot(self) -> None:
+        """Start anew with what is in memory."""
+        with self.lock:
+            kept = self.memory, self.generations, self.blocks
+            self.boot()
+            self.memory, self.generations, self.blocks = kept
+            taken = {block.slot for block in self.blocks.values()}
+            self.free = [slot for slot in self.free if slot not in taken]
 
     def stop(self) -> None:
         with self.lock:
@@ -300,10 +310,11 @@ class FakeAttachment:
         self._daemon = daemon
         self._number = number
         self.joined = True
+        self.unmappable = False
 
     @property
     def alive(self) -> bool:
-        return self._daemon.up and self.joined
+        return self._daemon.up and self.joined and not self.unmappable
 
     @property
     def boot_id(self) -> bytes:
@@ -313,8 +324,19 @@ class FakeAttachment:
     def id(self) -> int:
         return 1000 * self._daemon.boots + self._number if self.alive else 0
 
+    @property
+    def streams_only(self) -> bool:
+        return self._daemon.up and self.unmappable
+
     def wait_active(self, timeout_s: float) -> bool:
         return self.alive
+
+    def wait_run(self, boot_id: bytes, timeout_s: float) -> bool:
+        end = time.monotonic() + timeout_s
+        over = boot_id != self._daemon.boot_id or not self._daemon.up
+        while not over and not self.alive and not self.streams_only and time.monotonic() < end:
+            time.sleep(0.001)
+        return self.alive and self.boot_id == boot_id
 
     def using(self, slots: NDArray[Any], *, boot_id: bytes, writer_id: int = 0) -> FakeHeld:
         if not self.alive or boot_id != self.boot_id:

@@ -1,4 +1,4 @@
-"""A real engine in this process, on a real daemon: killed, started again, and slow to come back."""
+"""A real engine in this process, on a real daemon: killed, stopped, and started again."""
 
 from __future__ import annotations
 
@@ -89,6 +89,61 @@ def test_daemon_killed_half_way_through_a_load(
     until(lambda: blocks(daemon) == 4)
     assert llm.reset_prefix_cache() is True
     warm = generate(llm, prompt(LENGTH, 1))
+    assert warm[0].num_cached_tokens == 512
+    assert chosen(warm) == cold
+
+
+def checked(daemon: Any) -> bool:
+    """Return whether all that was adopted has been compared with its digests."""
+    with Client(daemon.address) as client:
+        counts = client.stats().counters
+        return bool(counts["adopted_checked_blocks"] == counts["adopted_blocks"] > 0)
+
+
+def test_daemon_stopped_half_way_through_a_load_and_warm_for_the_next_request(
+    llm: Any, daemon: Any, point: Path, until: Callable[..., None]
+) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    go = point.with_name(point.name + ".go")
+    cold = chosen(generate(llm, prompt(LENGTH, 3)))
+    until(lambda: blocks(daemon) >= 4)
+    assert llm.reset_prefix_cache() is True
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
+    attachments = (
+        scheduler._client.attachment,
+        get_kv_transfer_group()._worker._client.attachment,
+    )
+
+    def restart() -> None:
+        assert daemon.stop() == 0
+        until(lambda: not any(a.alive for a in attachments))
+        daemon.start()
+        until(lambda: all(a.alive for a in attachments), 60)
+
+    def restart_inside() -> None:
+        until(point.exists, 60)
+        try:
+            restart()
+        finally:
+            go.touch()
+
+    for path in (go, point):
+        path.unlink(missing_ok=True)
+    restarter = threading.Thread(target=restart_inside)
+    restarter.start()
+    try:
+        assert chosen(generate(llm, prompt(LENGTH, 3))) == cold
+    finally:
+        go.touch()
+        restarter.join()
+    assert not scheduler._loads
+
+    # Idle now: no step tells the scheduler anything about the workers.
+    assert llm.reset_prefix_cache() is True
+    restart()
+    until(lambda: checked(daemon), 60)
+    warm = generate(llm, prompt(LENGTH, 3))
     assert warm[0].num_cached_tokens == 512
     assert chosen(warm) == cold
 

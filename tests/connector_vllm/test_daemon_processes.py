@@ -89,6 +89,30 @@ def test_daemon_killed_inside_a_worker_s_load(
     assert chosen(warm) == cold
 
 
+def checked(daemon: Any) -> bool:
+    """Return whether all that was adopted has been compared with its digests."""
+    with Client(daemon.address) as client:
+        counts = client.stats().counters
+        return bool(counts["adopted_checked_blocks"] == counts["adopted_blocks"] > 0)
+
+
+def test_the_next_request_after_a_warm_restart_is_warm(
+    llm: Any, daemon: Any, point: Path, until: Callable[..., None]
+) -> None:
+    point.with_name(point.name + ".go").touch()
+    cold = chosen(generate(llm, prompt(LENGTH, 4)))
+    until(lambda: blocks(daemon) >= 4)
+    assert llm.reset_prefix_cache() is True
+    assert daemon.stop() == 0
+    daemon.start()
+    for process in ("scheduler", "worker"):
+        until(lambda name=process: any(name in client for client in clients(daemon)), 60)
+    until(lambda: checked(daemon), 60)
+    warm = generate(llm, prompt(LENGTH, 4))
+    assert warm[0].num_cached_tokens == 512
+    assert chosen(warm) == cold
+
+
 def test_the_first_request_of_a_second_engine_is_warm(
     llm: Any, daemon: Any, point: Path, until: Callable[..., None]
 ) -> None:

@@ -11,7 +11,6 @@ import pytest
 from fake_store import FakeDaemon
 from mini_engine import BLOCK, MiniEngine
 
-from kvstore.connectors.vllm import copier as copiers
 from kvstore.connectors.vllm import guard
 from kvstore.connectors.vllm.settings import Settings
 
@@ -208,80 +207,12 @@ def test_a_block_lost_after_a_local_hit_inside_a_stored_block(daemon: FakeDaemon
     quiet(daemon)
 
 
-def test_daemon_dies_half_way_through_a_copy(
-    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No generation is raised any more by then: that the daemon is gone is what tells."""
-    engine = MiniEngine(daemon)
-    engine.run(engine.add(prompt(8 * B), 2))
-    monkeypatch.setattr(copiers, "reach", lambda name: daemon.stop())
-    engine.run(engine.add(prompt(8 * B), 2), steps=300)
-    assert engine.failed_blocks == 8 * GROUP
-    engine.close()
-
-
 def test_the_first_block_lost_means_all_is_recomputed(daemon: FakeDaemon) -> None:
     engine = MiniEngine(daemon)
     engine.run(engine.add(prompt(B), 1))
     daemon.faults.add("generation")
     engine.run(engine.add(prompt(B), 1), steps=200)
     assert daemon.usage["load_failures"] == 1
-    engine.close()
-
-
-def test_daemon_dies_between_lease_and_copy(daemon: FakeDaemon) -> None:
-    engine = MiniEngine(daemon)
-    engine.run(engine.add(prompt(8 * B), 2))
-    request = engine.add(prompt(8 * B), 2)
-    output = engine.schedule()
-    assert request.status == "loading"
-    daemon.stop()
-    meta = engine.top.build_connector_meta(output)
-    engine._update([engine._work(0, meta, {})], {})
-    engine.run(request, steps=200)
-    engine.close()
-
-
-def test_daemon_restarts_and_the_engine_is_warm_again(daemon: FakeDaemon) -> None:
-    engine = MiniEngine(daemon)
-    engine.run(engine.add(prompt(8 * B), 2))
-    daemon.stop()
-    engine.run(engine.add(prompt(8 * B), 2))
-    assert engine.loaded_tokens == 0
-    daemon.boot()
-    engine.run(engine.add(prompt(8 * B), 4))
-    assert len(daemon.blocks) == 8
-    engine.run(engine.add(prompt(8 * B), 2))
-    assert engine.loaded_tokens == 8 * B
-    engine.close()
-    quiet(daemon)
-
-
-def test_slots_of_an_earlier_run_are_never_used(daemon: FakeDaemon) -> None:
-    """The daemon restarts between planning and copying; slot names may coincide."""
-    engine = MiniEngine(daemon)
-    engine.run(engine.add(prompt(8 * B), 2))
-    request = engine.add(prompt(8 * B), 2)
-    output = engine.schedule()
-    meta = engine.top.build_connector_meta(output)
-    daemon.stop()
-    daemon.boot()
-    daemon.room(engine.scheduler._spec(""))
-    daemon.generations[:] = 1
-    engine._update([engine._work(0, meta, {})], {})
-    engine.run(request, steps=200)
-    assert daemon.usage["load_failures"] == 1
-    engine.close()
-
-
-def test_daemon_absent_at_start(daemon: FakeDaemon) -> None:
-    daemon.stop()
-    engine = MiniEngine(daemon)
-    engine.run(engine.add(prompt(8 * B), 2))
-    daemon.boot()
-    engine.run(engine.add(prompt(8 * B), 5))
-    engine.run(engine.add(prompt(8 * B), 2))
-    assert engine.loaded_tokens == 8 * B
     engine.close()
 
 

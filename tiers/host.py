@@ -271,6 +271,11 @@ class HostTier(Tier):
         return self._capacity_bytes
 
     @property
+    def untaken_bytes(self) -> int:
+        """Bytes of the capacity that no group takes."""
+        return max(0, self._capacity_bytes - self._allocated_bytes)
+
+    @property
     def excess_bytes(self) -> int:
         """Bytes that groups take beyond the capacity, after it was lowered."""
         return max(0, self._allocated_bytes - self._capacity_bytes)

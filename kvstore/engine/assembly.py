@@ -276,9 +276,11 @@ class Assembly:
         self.promoter = Promoter(
             self.index, disk, self.room, on_corrupt=self.removal.corrupt, on_read=self._read
         )
-        self.room.flusher = self.flusher
-        self.room.flush_on_evict = not (self._flush_on_commit or self._flush_on_reuse)
-        self.room.flush_on_reuse = self._flush_on_reuse
+        self.room.add_disk(
+            self.flusher,
+            flush_on_evict=not (self._flush_on_commit or self._flush_on_reuse),
+            flush_on_reuse=self._flush_on_reuse,
+        )
         self.removal.flusher = self.flusher
         self._arrivals.promoter = self.promoter
         self._housekeeper.disk = disk

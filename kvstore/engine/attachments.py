@@ -201,6 +201,9 @@ class Attachments:
         attachment.last_heard = asyncio.get_running_loop().time()
         if attachment.state is State.SILENT:
             attachment.state = State.ACTIVE
+            for group in self._groups.values():
+                if attachment.mapped and group.group not in attachment.groups:
+                    attachment.send(SlabEvent(group))
 
     def detach(self, attachment: Attachment) -> None:
         """The process copies no more: end everything it holds."""
@@ -223,10 +226,14 @@ class Attachments:
         )
 
     def announce(self, group: SlabGroup) -> None:
-        """Tell every mapping client about a new slab group."""
+        """Tell every mapping client about a new slab group.
+
+        Who is silent is told when it is heard of again: what a stopped process was not told about
+        can be given back without it.
+        """
         self._groups[group.group] = group
         for attachment in self._all.values():
-            if attachment.mapped:
+            if attachment.mapped and attachment.state is not State.SILENT:
                 attachment.send(SlabEvent(group))
 
     def mapping(self, group: int) -> list[Attachment]:

@@ -154,12 +154,12 @@ def test_another_block_size_gets_a_group_of_a_full_pool(make_world: Make) -> Non
 
         unmapping = asyncio.create_task(unmap())
         assert await player.put(keys, step=1, deadline=5.0, space=wide) == 2
-        unmapping.cancel()
         await world.settle()
         # Clean copies only: all is still on disk.
         assert "-" not in world.tiers(cold) + world.tiers(warm)
         assert world.tiers(warm).count("b") >= world.tiers(cold).count("b")
-        assert await player.load(cold) == 8
+        assert await player.load(cold, deadline=20.0) == 8
+        unmapping.cancel()
         check(world.engine, quiet=True)
 
     make_world(host_blocks=16, disk_blocks=64).run(story)

@@ -1,0 +1,193 @@
+"""Memory that moves between block sizes: whose groups go, at what price, and what a deaf client can stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+from engine_invariants import check
+from engine_world import Player, World, chain, spec_of, until
+
+from kvstore.engine import reclaimer, retirement
+from kvstore.engine.events import SlabRetireEvent
+from kvstore.index import SpaceIndex
+from kvstore.outcomes import Shortage
+
+Make = Callable[..., World]
+
+WIDE = (8192,)  # two blocks of the other size
+
+
+@asynccontextmanager
+async def unmapping(world: World, *players: Player) -> AsyncIterator[None]:
+    """Let these clients unmap what they are told to."""
+
+    async def unmap() -> None:
+        while True:
+            for player in players:
+                for event in player.heard_of(SlabRetireEvent):
+                    world.engine.room.unmapped(player.attachment.id, event.groups)
+            await asyncio.sleep(0.001)
+
+    task = asyncio.create_task(unmap())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def groups_of(world: World, space: SpaceIndex) -> int:
+    return sum(g.shape == space.shape for g in world.host.groups())
+
+
+def there(world: World, space: SpaceIndex, keys: Sequence[bytes]) -> int:
+    blocks = [space.blocks.get(key) for key in keys]
+    return sum(block is not None and block.host is not None for block in blocks)
+
+
+@pytest.mark.parametrize("disk_blocks", [0, 64])
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_traffic_of_another_size_gets_the_pool_for_what_the_old_groups_hold(
+    make_world: Make, disk_blocks: int, stepwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No block of the new size leaves before all of the old one have."""
+    if stepwise:
+        # The look at all blocks takes many turns of the loop.
+        monkeypatch.setattr(reclaimer, "_STEP", 1)
+        monkeypatch.setattr(reclaimer, "_STEPS_AT_ONCE", 1)
+
+    async def story(world: World) -> None:
+        player = world.player()
+        old = [chain(f"old{i}", 8) for i in range(4)]
+        for keys in old:
+            await player.put(keys)
+        await world.settle()
+        held = sum(there(world, world.space, keys) for keys in old)
+        assert held >= 28
+        wide = await world.engine.open_space(spec_of("wide", WIDE))
+        before = world.counts("evicted_blocks_host")
+        new = [chain(f"new{i}", 2) for i in range(8)]
+        async with unmapping(world, player):
+            for keys in new[:7]:
+                assert await player.put(keys, step=1, deadline=20.0, space=wide) == 2
+                await world.settle()
+        if not stepwise:
+            assert sum(there(world, wide, keys) for keys in new) == 14
+        assert groups_of(world, world.space) <= 2
+        # Each eviction was one of the old blocks'.
+        assert world.counts("evicted_blocks_host") - before <= held + (4 if stepwise else 0)
+        check(world.engine, quiet=True)
+
+    make_world(host_blocks=32, disk_blocks=disk_blocks).run(story)
+
+
+def test_a_group_with_a_block_in_use_stays_and_its_own_coldest_go_instead(
+    make_world: Make,
+) -> None:
+    async def story(world: World) -> None:
+        player = world.player()
+        old = [chain(f"old{i}", 4) for i in range(4)]
+        for keys in old:
+            await player.put(keys)
+        await world.settle()
+        wide = await world.engine.open_space(spec_of("wide", WIDE))
+        async with unmapping(world, player):
+            for turn in range(12):
+                # The old ones are used all the time: hotter than whatever the new size has.
+                for keys in old[1:]:
+                    await player.load(keys, deadline=0)
+                await player.put(chain(f"new{turn}", 2), step=1, deadline=20.0, space=wide)
+                await world.settle()
+        assert groups_of(world, wide)
+        for keys in old[2:]:
+            assert there(world, world.space, keys) == 4
+        check(world.engine, quiet=True)
+
+    make_world(host_blocks=16, disk_blocks=0).run(story)
+
+
+def test_a_deaf_client_keeps_its_groups_and_no_others(make_world: Make) -> None:
+    """It was stopped when half of the pool was there: the other half moves."""
+
+    async def story(world: World) -> None:
+        deaf, player = world.player("deaf"), world.player()
+        early = [chain(f"early{i}", 4) for i in range(4)]
+        for keys in early:
+            await player.put(keys)
+        deaf.hang_up()
+        kept = {g.group for g in world.host.groups()}
+        late = [chain(f"late{i}", 4) for i in range(4)]
+        for keys in late:
+            await player.put(keys)
+        await world.settle()
+        lost = sum(there(world, world.space, keys) for keys in late)
+        wide = await world.engine.open_space(spec_of("wide", WIDE))
+        async with unmapping(world, player):
+            for i in range(3):
+                keys = chain(f"new{i}", 2)
+                assert await player.put(keys, step=1, deadline=20.0, space=wide) == 2
+            await world.settle()
+        assert lost >= 12
+        assert groups_of(world, wide)
+        assert kept <= {g.group for g in world.host.groups()}
+        deaf.drop_lock()
+        check(world.engine)
+
+    make_world(host_blocks=32, disk_blocks=0).run(story)
+
+
+def test_a_client_that_stops_listening_costs_a_bounded_number_of_groups(
+    make_world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for memory hears that there is none; when the client is gone, there is."""
+    monkeypatch.setattr(retirement, "_PATIENCE_SECONDS", 0.02)
+
+    async def story(world: World) -> None:
+        deaf, player = world.player("deaf"), world.player()
+        old = [chain(f"old{i}", 4) for i in range(8)]
+        for keys in old:
+            await player.put(keys)
+        await world.settle()
+        groups = len(world.host.groups())
+        wide = await world.engine.open_space(spec_of("wide", WIDE))
+        async with unmapping(world, player):
+            for _ in range(5):
+                _, slots, shortage = await player.reserve(8, deadline=0.2, space=wide)
+                assert not slots
+                assert shortage in (Shortage.NO_ROOM, Shortage.BUSY)
+            assert 1 <= len(world.engine.room.retiring) <= 4
+            assert len(world.host.groups()) >= groups - 4
+            deaf.die()
+            await until(lambda: not world.engine.room.retiring)
+            assert len((await player.reserve(1, deadline=20.0, space=wide))[1]) == 1
+        player.detach()
+        await world.settle()
+        check(world.engine, quiet=True)
+
+    make_world(host_blocks=32, disk_blocks=0).run(story)
+
+
+def test_a_silent_client_is_told_of_new_groups_when_it_is_back(make_world: Make) -> None:
+    async def story(world: World) -> None:
+        quiet, player = world.player("quiet"), world.player()
+        await player.put(chain("a", 2))
+        attachments = world.engine.attachments
+        quiet.attachment.last_heard = -1e9
+        await until(lambda: quiet.attachment.state.value == "silent")
+        known = set(quiet.attachment.groups)
+        while {g.group for g in world.host.groups()} <= known:
+            await player.put(chain(f"b{len(world.host.groups())}", 32), step=4)
+            assert quiet.attachment.groups == known
+            if len(world.host.groups()) * 4 >= 64:
+                break
+        new = {g.group for g in world.host.groups()} - known
+        assert new
+        attachments.heard(quiet.attachment)
+        assert new <= quiet.attachment.groups
+
+    make_world(host_blocks=64, disk_blocks=0).run(story)

@@ -5,6 +5,7 @@ Whoever waits for blocks asks here, and is told by whichever of the two it is.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,13 +27,20 @@ class Arrivals:
         self.promoter: Promoter | None = None
         verifier.on_disk_only = self._from_disk
 
-    def request(self, blocks: Sequence[Block], waiter: Waiter, priority: int = 0) -> None:
-        """Bring blocks, and tell the waiter about each."""
+    def request(
+        self,
+        blocks: Sequence[Block],
+        waiter: Waiter,
+        priority: int = 0,
+        deadline: float = math.inf,
+    ) -> None:
+        """Bring blocks, and tell the waiter about each; see `Promoter.request`."""
         unchecked = [b for b in blocks if b.host is not None]
         if unchecked:
             self._verifier.request(unchecked, waiter)
         if self.promoter is not None and len(unchecked) < len(blocks):
-            self.promoter.request([b for b in blocks if b.host is None], waiter, priority)
+            cold = [b for b in blocks if b.host is None]
+            self.promoter.request(cold, waiter, priority, deadline)
 
     def cancel(self, blocks: Sequence[Block], waiter: Waiter) -> None:
         """Take a waiter away."""

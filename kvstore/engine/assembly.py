@@ -35,6 +35,7 @@ from kvstore.engine.scrubber import Scrubber
 from kvstore.engine.store_thread import StoreThread
 from kvstore.engine.tickets import Tickets
 from kvstore.engine.verifier import Verifier
+from kvstore.engine.worth import Worth
 from kvstore.index import Block, BlockIndex, Flush, SpaceIndex
 from kvstore.prefetch.promoter import Promoter
 from kvstore.syncpoint import reach
@@ -120,11 +121,13 @@ class Assembly:
             self.index, host, self._digest_threads, self.counters, self._notify
         )
         self._arrivals = Arrivals(self.verifier)
+        self.worth = Worth(self.counters)
         self.leases = Leases(
             self.index,
             host,
             self.counters,
             self._arrivals,
+            self.worth,
             cap_bytes=lease_cap_bytes,
             on_released=self._notify,
         )
@@ -283,6 +286,7 @@ class Assembly:
         )
         self.removal.flusher = self.flusher
         self._arrivals.promoter = self.promoter
+        self.worth.promoter = self.promoter
         self._housekeeper.disk = disk
         self._housekeeper.flusher = self.flusher
         self.scrubber = Scrubber(

@@ -100,11 +100,20 @@ class Engine(Assembly):
         keys: Sequence[bytes],
         deadline_seconds: float,
         priority: int = 0,
+        prefill_tokens_per_second: float = 0.0,
     ) -> Acquired:
         """Lease a leading run; see `Leases.acquire`."""
         if attachment.state is State.SILENT:
             self.attachments.heard(attachment)
-        answer = self.leases.acquire(attachment, space, lease_id, keys, deadline_seconds, priority)
+        answer = self.leases.acquire(
+            attachment,
+            space,
+            lease_id,
+            keys,
+            deadline_seconds,
+            priority,
+            prefill_tokens_per_second,
+        )
         lease = attachment.leases.get(lease_id)
         if lease is not None:
             self._used_again(lease.run)

@@ -19,6 +19,7 @@ from kvstore.engine.events import (
     LeasesRevokedEvent,
 )
 from kvstore.engine.misses import NO_MISS, miss_of
+from kvstore.engine.worth import REVIEW_SECONDS
 from kvstore.errors import InvalidRequest
 from kvstore.miss import Miss, MissReason
 from kvstore.tiers.base import TierName
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from kvstore.engine.arrivals import Arrivals
     from kvstore.engine.attachments import Attachment
     from kvstore.engine.counters import Counters
+    from kvstore.engine.worth import Pending, Worth
     from kvstore.index import Block, BlockIndex, SpaceIndex
     from kvstore.tiers.base import Slot
     from kvstore.tiers.host import HostTier
@@ -66,6 +68,8 @@ class Lease:
         where: position of each awaited block in `run`.
         miss: why the run ends after its last block.
         holding: of the promoter's waiters: it holds what lands.
+        pending: what was decided about its wait; None when it did not have to wait.
+        review: when that is looked at again.
     """
 
     id: int
@@ -79,6 +83,8 @@ class Lease:
     held: set[int] = field(default_factory=set)
     where: dict[Block, int] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
+    review: asyncio.TimerHandle | None = None
+    pending: Pending | None = None
     ended: bool = False
     holding: bool = True
 
@@ -111,6 +117,7 @@ class Leases:
         host: HostTier,
         counters: Counters,
         arrivals: Arrivals,
+        worth: Worth,
         *,
         cap_bytes: int,
         on_released: Callable[[], None],
@@ -122,6 +129,7 @@ class Leases:
         self.cap_bytes = cap_bytes
         self._on_released = on_released
         self._arrivals = arrivals
+        self._worth = worth
         self.count = 0
         self._growing: set[Lease] = set()
 
@@ -154,8 +162,19 @@ class Leases:
         keys: Sequence[bytes],
         deadline_seconds: float,
         priority: int,
+        prefill_tokens_per_second: float = 0.0,
     ) -> Acquired:
         """Lease the leading run in host memory; wait for the rest if there is a deadline.
+
+        Args:
+            attachment: of the client.
+            space: the keys' space.
+            lease_id: chosen by the client.
+            keys: a chain.
+            deadline_seconds: how long it waits at most; 0: not at all.
+            priority: of what it waits for.
+            prefill_tokens_per_second: how fast the client computes: it waits only while that is
+                predicted to take longer. 0: not known.
 
         Raises:
             InvalidRequest: as for `find_run`.
@@ -178,6 +197,15 @@ class Leases:
             miss = Miss(MissReason.DEADLINE, "disk" if late[0].host is None else "host")
             self._arrivals.hurry(late)
             del run[in_host:]
+        pending = None
+        if in_host < len(run):
+            seconds = 0.0
+            if prefill_tokens_per_second > 0:
+                seconds = space.spec.block_tokens / prefill_tokens_per_second
+            worth, pending = self._worth.choose(run, seconds, deadline_seconds, priority)
+            if worth < len(run):
+                miss = self._worth.declined()
+                del run[worth:]
         self._index.touch(run)
         tiers = bytes(TierName.HOST if b.host is not None else TierName.DISK for b in run)
         lease = Lease(lease_id, self, attachment, space, run, tiers, miss)
@@ -197,7 +225,11 @@ class Leases:
             self._growing.add(lease)
             loop = asyncio.get_running_loop()
             lease.timer = loop.call_later(deadline_seconds, self._expire, lease)
-            self._arrivals.request(list(lease.where), lease, priority)
+            lease.pending = pending
+            if prefill_tokens_per_second > 0:
+                lease.review = loop.call_later(REVIEW_SECONDS, self._review, lease)
+            deadline = loop.time() + deadline_seconds
+            self._arrivals.request(list(lease.where), lease, priority, deadline)
         # What follows the run; what it loses while it grows is counted then.
         self._counters.miss(miss.reason.value, len(keys) - len(run), space.spec.block_tokens)
         return self._answer(lease, 0)
@@ -268,11 +300,36 @@ class Leases:
     def _finish_if_complete(self, lease: Lease) -> None:
         if lease.where:
             return
-        self._growing.discard(lease)
-        if lease.timer is not None:
-            lease.timer.cancel()
-            lease.timer = None
+        if lease.pending is not None:
+            self._worth.ended(lease.pending, cut=False)
+            lease.pending = None
+        self._stop_waiting(lease)
         lease.attachment.send(LeaseDoneEvent(lease.id, lease.count, lease.miss))
+
+    def _stop_waiting(self, lease: Lease) -> None:
+        self._growing.discard(lease)
+        for timer in (lease.timer, lease.review):
+            if timer is not None:
+                timer.cancel()
+        lease.timer = lease.review = None
+
+    def _review(self, lease: Lease) -> None:
+        """Look again whether what a lease waits for is worth it."""
+        lease.review = None
+        if lease.ended or not lease.where or lease.pending is None:
+            return
+        worth = len(lease.run)
+        if not self._worth.as_predicted(lease.pending):
+            here = [at in lease.held for at in range(len(lease.run))]
+            worth = self._worth.still(lease.pending, lease.run, here)
+        if worth < len(lease.run):
+            self._worth.ended(lease.pending, cut=True)
+            lease.pending = None
+            self._truncate(lease, max(worth, lease.count), self._worth.declined())
+            self._finish_if_complete(lease)
+        if lease.where:
+            loop = asyncio.get_running_loop()
+            lease.review = loop.call_later(REVIEW_SECONDS, self._review, lease)
 
     def _expire(self, lease: Lease) -> None:
         """The deadline passed: what has arrived in order is what there is."""
@@ -292,12 +349,10 @@ class Leases:
 
     def _end(self, lease: Lease) -> None:
         attachment = lease.attachment
-        self._growing.discard(lease)
+        self._stop_waiting(lease)
         lease.ended = True
         self.count -= 1
         attachment.leased_bytes -= len(lease.run) * lease.space.shape.block_bytes
-        if lease.timer is not None:
-            lease.timer.cancel()
         if lease.where:
             self._arrivals.cancel(list(lease.where), lease)
         for i in lease.held:

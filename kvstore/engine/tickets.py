@@ -96,8 +96,8 @@ class Tickets:
         self._index.touch(run)
         cold = [b for b in run if not b.readable]
         waiter = RunWaiter(self._index, cold, hold=False)
-        self._arrivals.request(cold, waiter, priority)
         deadline = asyncio.get_running_loop().time() + (deadline_seconds or NEVER)
+        self._arrivals.request(cold, waiter, priority, deadline)
         return _Ticket(run, miss, waiter, deadline)
 
     def cancel(self, ticket_id: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any
 
 import kvstore
@@ -125,6 +126,9 @@ class KVStoreService(rpc.KVStoreServicer):
         keys = self._keys(space, request.keys)
         if not 0 < request.lease_id < 1 << 63:
             raise InvalidRequest("lease_id", "must be a non-zero 63-bit number")
+        rate = request.prefill_tokens_per_second
+        if not 0 <= rate < math.inf:
+            raise InvalidRequest("prefill_tokens_per_second", f"{rate} is no rate")
         acquired = self.engine.acquire(
             self._writer(request.attachment_id),
             space,
@@ -132,6 +136,7 @@ class KVStoreService(rpc.KVStoreServicer):
             keys,
             min(request.deadline_ms, _MAX_WAIT_MS) / 1e3,
             request.priority,
+            rate,
         )
         return pb.AcquireResponse(
             blocks=acquired.blocks,

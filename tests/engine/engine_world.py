@@ -95,7 +95,7 @@ class World:
         self.store: MetaStore
         self.space: SpaceIndex
 
-    def run(self, *stories: Callable[[World], Awaitable[None]], seconds: float = 40.0) -> None:
+    def run(self, *stories: Callable[[World], Awaitable[None]], seconds: float = 120.0) -> None:
         """Run stories, each in a boot of its own, one after the other on the same disk."""
         for story in stories:
             asyncio.run(asyncio.wait_for(self._live(story), seconds))
@@ -180,7 +180,7 @@ class World:
             "-" if b is None else drawn[(b.host is not None, b.disk is not None)] for b in blocks
         )
 
-    async def settle(self, seconds: float = 10.0) -> None:
+    async def settle(self, seconds: float = 60.0) -> None:
         """Wait until nothing moves any more."""
         try:
             await until(lambda: not self._moves(), seconds)
@@ -232,7 +232,7 @@ class World:
         return self.engine.counters.counts[name]
 
 
-async def until(what: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(what: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait until `what()` is true."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
@@ -391,12 +391,13 @@ class Player:
         lease_id: int | None = None,
         priority: int = 0,
         space: SpaceIndex | None = None,
+        rate: float = 0.0,
     ) -> tuple[int, Acquired]:
         """Return lease id and answer."""
         lease_id = next(self._ids) if lease_id is None else lease_id
         where = space or self.world.space
         answer = self.engine.acquire(
-            self.attachment, where, lease_id, list(keys), deadline, priority
+            self.attachment, where, lease_id, list(keys), deadline, priority, rate
         )
         return lease_id, answer
 

@@ -1,0 +1,238 @@
+"""Whether waiting pays: decides for leases how far they wait, and changes its mind while they do.
+
+When a lease is asked for: `choose` compares the predicted arrival of what is not in memory with the
+time that computing it takes, and the run ends where waiting stops to pay (`NOT_WORTH_WAITING`).
+While the lease grows it is asked again every few milliseconds with what is left, because a device
+may have become slow, or a queue long; a lease never waits longer than computing all that it waited
+for would have taken. The client's deadline holds in any case.
+
+A path on which a transfer has been under way for far too long is *stalled*: nobody begins to wait
+for it until that transfer has come back. A path that everybody declines is measured all the same,
+by a small read every few seconds at the lowest priority, or nobody would ever find out that it has
+become faster.
+
+Owns nothing that must survive: after a crash the next daemon measures anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvstore.miss import Miss, MissReason
+from kvstore.prefetch.planner import Plan, Want, plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.engine.counters import Counters
+    from kvstore.index import Block
+    from kvstore.prefetch.promoter import Promoter
+
+__all__ = ["REVIEW_SECONDS", "Pending", "Worth"]
+
+log = logging.getLogger(__name__)
+
+# How often a waiting lease is looked at again.
+REVIEW_SECONDS: Final = 0.01
+# A transfer this old, and this many times older than predicted, has stalled.
+_STALL_SECONDS: Final = 2.0
+_STALL_FACTOR: Final = 20.0
+# A wait is planned anew when it is this much later, or its path this much slower, than predicted.
+_LATE_FACTOR: Final = 1.25
+# A path that nobody uses because it is slow is measured again this often.
+_PROBE_SECONDS: Final = 2.0
+_PROBE_PRIORITY: Final = -(1 << 30)
+
+
+@dataclass(slots=True)
+class Pending:
+    """What a lease waits for, as it was decided.
+
+    Attributes:
+        block_seconds: what computing one block takes; 0: not known.
+        priority: of its promotions.
+        begun: loop time.
+        predicted_seconds: until the last block.
+        give_up_at: loop time after which the lease waits no more.
+        pace: the rate that was counted on, bytes a second.
+    """
+
+    block_seconds: float
+    priority: int
+    begun: float
+    predicted_seconds: float
+    give_up_at: float
+    pace: float = 0.0
+
+
+class _Probe:
+    """Waits for a block on nobody's behalf."""
+
+    holding = False
+
+    def landed(self, block: Block) -> None:
+        """It counts as measured already."""
+
+    def failed(self, block: Block, reason: MissReason) -> None:
+        """Likewise."""
+
+
+class Worth:
+    """Decides what is waited for; `promoter` is set afterwards when there is a disk tier."""
+
+    def __init__(self, counters: Counters) -> None:
+        """Compose."""
+        self._counters = counters
+        self.promoter: Promoter | None = None
+        self._was_stalled = False
+        self._probe = _Probe()
+        self._probed = 0.0
+
+    def stalled_seconds(self) -> float:
+        """Return for how long the path from disk has been stalled; 0 when it is not."""
+        if self.promoter is None:
+            return 0.0
+        path = self.promoter.path
+        age = path.oldest_seconds(asyncio.get_running_loop().time())
+        expected = path.in_flight / path.bytes_per_second + path.latency_seconds
+        stalled = age > max(_STALL_SECONDS, _STALL_FACTOR * expected)
+        if stalled != self._was_stalled:
+            self._was_stalled = stalled
+            if stalled:
+                self._counters.counts["path_stalls"] += 1
+                log.warning("reads from disk have stalled for %.1f s; nobody waits for them", age)
+            else:
+                log.info("reads from disk go on again")
+        return age if stalled else 0.0
+
+    def choose(
+        self,
+        run: Sequence[Block],
+        block_seconds: float,
+        deadline_seconds: float,
+        priority: int,
+    ) -> tuple[int, Pending]:
+        """Choose how many leading blocks of a run are worth their wait.
+
+        Args:
+            run: blocks that are somewhere; those not in host are on disk.
+            block_seconds: what computing one takes; 0: not known.
+            deadline_seconds: how long the client waits at most.
+            priority: of the promotions.
+        """
+        now = asyncio.get_running_loop().time()
+        promoter = self.promoter
+        if promoter is None:
+            return len(run), Pending(block_seconds, priority, now, 0.0, now + deadline_seconds)
+        if self.stalled_seconds():
+            at_once = next((i for i, b in enumerate(run) if b.host is None), len(run))
+            if at_once < len(run):
+                self._counters.counts["waits_declined_stalled"] += 1
+            return at_once, Pending(block_seconds, priority, now, 0.0, now)
+        chosen = self._plan(
+            run, [b.host is not None for b in run], block_seconds, deadline_seconds, priority
+        )
+        cold = sum(b.host is None for b in run[: chosen.blocks])
+        counts = self._counters.counts
+        if chosen.blocks < len(run):
+            counts["waits_declined"] += 1
+            self._measure(run[chosen.blocks :], now)
+        if cold:
+            counts["waits_begun"] += 1
+        patience = deadline_seconds
+        if block_seconds:
+            patience = min(patience, cold * block_seconds)
+        return chosen.blocks, Pending(
+            block_seconds,
+            priority,
+            now,
+            chosen.wait_seconds,
+            now + patience,
+            promoter.path.pace(now),
+        )
+
+    def _plan(
+        self,
+        run: Sequence[Block],
+        ready: Sequence[bool],
+        block_seconds: float,
+        deadline_seconds: float,
+        priority: int,
+        margin: float | None = None,
+    ) -> Plan:
+        promoter = self.promoter
+        assert promoter is not None
+        cold = [b for b, here in zip(run, ready, strict=True) if not here]
+        if not cold:
+            return Plan(len(run), 0.0, 0.0)
+        want = Want(
+            ready,
+            cold[0].space.shape.block_bytes,
+            block_seconds,
+            promoter.ahead_bytes(cold, priority),
+            deadline_seconds,
+        )
+        now = asyncio.get_running_loop().time()
+        if margin is None:
+            return plan(want, promoter.path, now)
+        return plan(want, promoter.path, now, margin=margin)
+
+    def as_predicted(self, pending: Pending) -> bool:
+        """Return whether a wait goes as it should, without a look at every block of it."""
+        if self.promoter is None:
+            return True
+        now = asyncio.get_running_loop().time()
+        late = now > pending.begun + _LATE_FACTOR * pending.predicted_seconds
+        slow = self.promoter.path.pace(now) < pending.pace / _LATE_FACTOR
+        return not (late or slow or now >= pending.give_up_at or self.stalled_seconds())
+
+    def still(self, pending: Pending, run: Sequence[Block], here: Sequence[bool]) -> int:
+        """Return how many leading blocks of a run that is waited for are still worth it.
+
+        Args:
+            pending: from `choose`.
+            run: the whole run.
+            here: per block, whether it has arrived.
+        """
+        first = next((i for i, arrived in enumerate(here) if not arrived), len(run))
+        if not pending.block_seconds or self.promoter is None or first == len(run):
+            return len(run)
+        now = asyncio.get_running_loop().time()
+        if now >= pending.give_up_at or self.stalled_seconds():
+            return first
+        left = pending.give_up_at - now
+        chosen = self._plan(run, here, pending.block_seconds, left, pending.priority, margin=0.0)
+        return chosen.blocks
+
+    def ended(self, pending: Pending, *, cut: bool) -> None:
+        """Take note of how a wait ended: the prediction beside what it came to."""
+        counts = self._counters.counts
+        took = asyncio.get_running_loop().time() - pending.begun
+        if cut:
+            counts["waits_cut"] += 1
+            self._counters.record("wait_lost", took)
+            return
+        counts["waits_ended"] += 1
+        self._counters.record("wait", took)
+        self._counters.record("wait_predicted", pending.predicted_seconds)
+        self._counters.record("wait_error", abs(took - pending.predicted_seconds))
+
+    @staticmethod
+    def declined() -> Miss:
+        """Return why a run ends where waiting would begin."""
+        return Miss(MissReason.NOT_WORTH_WAITING, "disk")
+
+    def _measure(self, declined: Sequence[Block], now: float) -> None:
+        """Read one block of what is not waited for, if the path was not measured for a while."""
+        promoter = self.promoter
+        assert promoter is not None
+        due = max(promoter.path.observed_at, self._probed) + _PROBE_SECONDS
+        if now < due or promoter.path.in_flight:
+            return
+        block = next((b for b in declined if b.host is None), None)
+        if block is not None:
+            self._probed = now
+            promoter.request([block], self._probe, _PROBE_PRIORITY)

@@ -1,9 +1,10 @@
 """Which block is where: the block index, its eviction rule, and what LMDB keeps of it."""
 
 from kvstore.index.block import NEVER, Block, Flush
-from kvstore.index.eviction import EvictionQueue, disk_evictable, host_evictable
+from kvstore.index.eviction import EvictionQueue, disk_evictable, gpu_evictable, host_evictable
 from kvstore.index.ghosts import Ghost, GhostList
-from kvstore.index.index import BlockIndex, SpaceIndex
+from kvstore.index.index import BlockIndex
+from kvstore.index.space_index import SpaceIndex
 
 __all__ = [
     "NEVER",
@@ -15,5 +16,6 @@ __all__ = [
     "GhostList",
     "SpaceIndex",
     "disk_evictable",
+    "gpu_evictable",
     "host_evictable",
 ]

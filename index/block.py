@@ -6,8 +6,10 @@ import math
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from kvstore.tiers.base import TierName
+
 if TYPE_CHECKING:
-    from kvstore.index.index import SpaceIndex
+    from kvstore.index.space_index import SpaceIndex
     from kvstore.tiers.base import Slot
 
 __all__ = ["NEVER", "Block", "Flush"]
@@ -37,19 +39,23 @@ class Block:
         sequence: position in the LRU order, shared by all tiers; higher is more recent.
         host: slot in the host tier, or None.
         disk: slot in the disk tier, or None.
+        gpu: slot in the GPU tier, or None. Always an extra copy: one in host or on disk is there.
         digests: XXH3-64 per shard, None until computed.
         host_children: children that have a host copy.
         disk_children: children that have a disk copy.
+        gpu_children: children that have a GPU copy.
         queued_children: children on their way to disk, which need this block to stay there.
         host_refs: leases and movers that use the host copy.
         disk_refs: movers that read the disk copy.
+        gpu_refs: leases and movers that use the GPU copy. It keeps the block: its last other copy
+            stays meanwhile.
         pinned_until: unix time until which the last copy must stay; 0 when not pinned.
         flush: its way to disk.
         recorded: sequence number in the block's record on disk.
         uses: how often it was leased or streamed.
         unchecked: the host copy was adopted from an earlier daemon, and its bytes were not compared
             with the digests yet: present, but not to be read.
-        in_host_queue: it has an entry in the host tier's eviction queue; likewise for disk.
+        queued: in which tiers' eviction queues it has an entry, one bit a tier (`1 << tier`).
         dead: it left the index while something still held a copy; slots are freed at the last
             release.
     """
@@ -64,14 +70,16 @@ class Block:
         "disk_children",
         "disk_refs",
         "flush",
+        "gpu",
+        "gpu_children",
+        "gpu_refs",
         "host",
         "host_children",
         "host_refs",
-        "in_disk_queue",
-        "in_host_queue",
         "key",
         "parent",
         "pinned_until",
+        "queued",
         "queued_children",
         "recorded",
         "sequence",
@@ -91,25 +99,33 @@ class Block:
         self.sequence = sequence
         self.host: Slot | None = None
         self.disk: Slot | None = None
+        self.gpu: Slot | None = None
         self.digests: tuple[int, ...] | None = None
         self.host_children = 0
         self.disk_children = 0
+        self.gpu_children = 0
         self.queued_children = 0
         self.host_refs = 0
         self.disk_refs = 0
+        self.gpu_refs = 0
         self.pinned_until = 0.0
         self.flush = Flush.NONE
         self.recorded = 0
         self.uses = 0
         self.unchecked = False
-        self.in_host_queue = False
-        self.in_disk_queue = False
+        self.queued = 0
         self.dead = False
 
     @property
     def readable(self) -> bool:
         """Whether there is a host copy that may be read now."""
         return self.host is not None and not self.unchecked
+
+    def slot(self, tier: TierName) -> Slot | None:
+        """Return the slot of one tier's copy."""
+        return (
+            self.gpu if tier is TierName.GPU else self.host if tier is TierName.HOST else self.disk
+        )
 
     def link(self) -> None:
         """Become a child of the parent."""
@@ -132,4 +148,5 @@ class Block:
 
     def __repr__(self) -> str:
         """Show the key and the copies."""
-        return f"<Block {self.key.hex()[:8]} host={self.host} disk={self.disk} {self.flush.name}>"
+        copies = f"gpu={self.gpu} host={self.host} disk={self.disk}"
+        return f"<Block {self.key.hex()[:8]} {copies} {self.flush.name}>"

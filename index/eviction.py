@@ -7,6 +7,8 @@ The rule (prefix order), per tier:
   waiting to be flushed.
 * A disk copy may leave when nobody reads it, no child is on disk or on its way there, and either
   the block is in host too, or it is the last copy, unpinned, and no child is anywhere.
+* A GPU copy may leave when nobody reads it and no child has a GPU copy. It never counts as the
+  last copy: when the others would go, it goes first, and while somebody reads it they stay.
 
 Together with commits that insist on a resident parent this keeps the whole index, and the disk
 tier by itself, prefix-closed.
@@ -24,13 +26,14 @@ import heapq
 from typing import TYPE_CHECKING, Final
 
 from kvstore.index.block import Flush
+from kvstore.tiers.base import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from kvstore.index.block import Block
 
-__all__ = ["EvictionQueue", "disk_evictable", "host_evictable"]
+__all__ = ["EvictionQueue", "disk_evictable", "gpu_evictable", "host_evictable"]
 
 _SWEEP_AT_LEAST: Final = 1024
 
@@ -43,6 +46,8 @@ def host_evictable(block: Block) -> bool:
         return False
     if block.disk is not None:
         return True
+    if block.gpu_refs:
+        return False
     return block.flush in (Flush.NONE, Flush.REFUSED) and not block.pinned_until
 
 
@@ -54,19 +59,32 @@ def disk_evictable(block: Block) -> bool:
         return False
     if block.host is not None:
         return True
-    if block.host_children or block.pinned_until:
+    if block.host_children or block.pinned_until or block.gpu_refs:
         return False
     return not (block.space.pending_children and block.key in block.space.pending_children)
+
+
+def gpu_evictable(block: Block) -> bool:
+    """Return whether the rule lets the block's GPU copy go."""
+    return block.gpu is not None and not (block.gpu_refs or block.gpu_children or block.dead)
+
+
+_MAY_LEAVE: Final[dict[TierName, Callable[[Block], bool]]] = {
+    TierName.GPU: gpu_evictable,
+    TierName.HOST: host_evictable,
+    TierName.DISK: disk_evictable,
+}
 
 
 class EvictionQueue:
     """Blocks of one tier and shape, coldest first."""
 
-    __slots__ = ("_heap", "_host", "_sweep_at")
+    __slots__ = ("_bit", "_heap", "_may_leave", "_sweep_at")
 
-    def __init__(self, *, host: bool) -> None:
-        """Make an empty queue for the host tier, or for the disk tier."""
-        self._host = host
+    def __init__(self, tier: TierName) -> None:
+        """Make an empty queue for a tier."""
+        self._bit = 1 << tier
+        self._may_leave = _MAY_LEAVE[tier]
         self._heap: list[tuple[int, int, Block]] = []
         self._sweep_at = _SWEEP_AT_LEAST
 
@@ -76,18 +94,11 @@ class EvictionQueue:
 
     def offer(self, block: Block) -> bool:
         """Add the block if the rule lets it go and it is not queued yet; say whether it does."""
-        if self._host:
-            if not host_evictable(block):
-                return False
-            if block.in_host_queue:
-                return True
-            block.in_host_queue = True
-        else:
-            if not disk_evictable(block):
-                return False
-            if block.in_disk_queue:
-                return True
-            block.in_disk_queue = True
+        if not self._may_leave(block):
+            return False
+        if block.queued & self._bit:
+            return True
+        block.queued |= self._bit
         if len(self._heap) >= self._sweep_at:
             self._sweep()
         heapq.heappush(self._heap, (block.sequence, id(block), block))
@@ -95,43 +106,32 @@ class EvictionQueue:
 
     def _sweep(self) -> None:
         """Drop the entries of blocks that may not leave; linear, but not before it doubled."""
-        may_leave = host_evictable if self._host else disk_evictable
         kept: list[tuple[int, int, Block]] = []
         for _, _, block in self._heap:
-            if may_leave(block):
+            if self._may_leave(block):
                 kept.append((block.sequence, id(block), block))
             else:
-                self._mark_out(block)
+                block.queued &= ~self._bit
         heapq.heapify(kept)
         self._heap = kept
         self._sweep_at = max(_SWEEP_AT_LEAST, 2 * len(kept))
 
     def offer_all(self, blocks: Iterable[Block]) -> None:
         """Offer many blocks at once, in linear time."""
-        offered = [b for b in blocks if self._may_enter(b)]
-        self._heap += [(b.sequence, id(b), b) for b in offered]
+        for block in blocks:
+            if not block.queued & self._bit and self._may_leave(block):
+                block.queued |= self._bit
+                self._heap.append((block.sequence, id(block), block))
         heapq.heapify(self._heap)
-
-    def _may_enter(self, block: Block) -> bool:
-        """Mark a block as queued if it may leave and is not queued yet."""
-        if self._host:
-            if block.in_host_queue or not host_evictable(block):
-                return False
-            block.in_host_queue = True
-        else:
-            if block.in_disk_queue or not disk_evictable(block):
-                return False
-            block.in_disk_queue = True
-        return True
 
     def peek(self) -> Block | None:
         """Return the coldest block that may leave, without removing it."""
         heap = self._heap
         while heap:
             sequence, _, block = heap[0]
-            if not (host_evictable(block) if self._host else disk_evictable(block)):
+            if not self._may_leave(block):
                 heapq.heappop(heap)
-                self._mark_out(block)
+                block.queued &= ~self._bit
             elif block.sequence != sequence:
                 heapq.heapreplace(heap, (block.sequence, id(block), block))
             else:
@@ -146,11 +146,5 @@ class EvictionQueue:
         block = self.peek()
         if block is not None:
             heapq.heappop(self._heap)
-            self._mark_out(block)
+            block.queued &= ~self._bit
         return block
-
-    def _mark_out(self, block: Block) -> None:
-        if self._host:
-            block.in_host_queue = False
-        else:
-            block.in_disk_queue = False

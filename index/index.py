@@ -12,55 +12,30 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvstore.index.block import Block, Flush
-from kvstore.index.eviction import EvictionQueue, disk_evictable, host_evictable
+from kvstore.index.eviction import (
+    EvictionQueue,
+    disk_evictable,
+    gpu_evictable,
+    host_evictable,
+)
 from kvstore.index.ghosts import Ghost, GhostList
 from kvstore.tiers.base import TierName
 
 if TYPE_CHECKING:
     from kvstore.index.ghosts import Cause
-    from kvstore.space import BlockShape, SpaceSpec
+    from kvstore.index.space_index import SpaceIndex
+    from kvstore.space import BlockShape
     from kvstore.tiers.base import Slot
 
-__all__ = ["BlockIndex", "SpaceIndex"]
-
-
-class SpaceIndex:
-    """The blocks of one space.
-
-    Attributes:
-        id: fingerprint, 32 bytes.
-        spec: what it was made from.
-        shape: slots per block.
-        epoch: current epoch; blocks of earlier ones are gone.
-        blocks: by key; every block here has a copy in some tier, and so have its ancestors.
-        pending_keys: keys whose shards are partly committed, with how many slots wait for each.
-        pending_children: parents of those, with how many such children each has.
-        host_blocks, disk_blocks: blocks with a copy there.
-    """
-
-    def __init__(self, space_id: bytes, spec: SpaceSpec, epoch: int) -> None:
-        """Make an empty space."""
-        self.id = space_id
-        self.spec = spec
-        self.shape = spec.shape
-        self.epoch = epoch
-        self.blocks: dict[bytes, Block] = {}
-        self.pending_keys: dict[bytes, int] = {}
-        self.pending_children: dict[bytes, int] = {}
-        self.host_blocks = 0
-        self.disk_blocks = 0
-
-    def has_parent(self, parent: bytes | None) -> bool:
-        """Return whether a block may be committed below `parent`; None starts a chain.
-
-        A parent whose other shards are still on their way counts: whether it is there in the end
-        is checked when the block is complete.
-        """
-        return parent is None or parent in self.blocks or parent in self.pending_keys
+__all__ = ["BlockIndex"]
 
 
 class BlockIndex:
-    """All spaces' blocks and the order in which they may leave each tier."""
+    """All spaces' blocks and the order in which they may leave each tier.
+
+    Attributes:
+        free_gpu: called with a GPU slot that nothing uses any more. Set by whoever has a GPU tier.
+    """
 
     def __init__(
         self,
@@ -77,19 +52,27 @@ class BlockIndex:
         """
         self._free_host = free_host
         self._free_disk = free_disk
+        self.free_gpu: Callable[[Slot], None] = lambda _: None
         self.ghosts = ghosts or GhostList()
         self.spaces: dict[bytes, SpaceIndex] = {}
         self.sequence = 0
+        self._gpu_queues: dict[BlockShape, EvictionQueue] = defaultdict(
+            lambda: EvictionQueue(TierName.GPU)
+        )
         self._host_queues: dict[BlockShape, EvictionQueue] = defaultdict(
-            lambda: EvictionQueue(host=True)
+            lambda: EvictionQueue(TierName.HOST)
         )
         self._disk_queues: dict[BlockShape, EvictionQueue] = defaultdict(
-            lambda: EvictionQueue(host=False)
+            lambda: EvictionQueue(TierName.DISK)
         )
         # Set whenever a disk copy becomes evictable: blocks refused for want of room may retry.
         self.disk_room_hint = False
         # References to copies that somebody uses now: they may leave later.
-        self.host_held = self.disk_held = 0
+        self.gpu_held = self.host_held = self.disk_held = 0
+
+    def gpu_queue(self, shape: BlockShape) -> EvictionQueue:
+        """Return the eviction queue of the GPU tier for blocks of a shape."""
+        return self._gpu_queues[shape]
 
     def host_queue(self, shape: BlockShape) -> EvictionQueue:
         """Return the eviction queue of the host tier for blocks of a shape."""
@@ -208,11 +191,34 @@ class BlockIndex:
             block.parent.disk_children += 1
         self.offer(block)
 
+    def put_gpu(self, block: Block, slot: Slot) -> None:
+        """Record a GPU copy of a block that is in host or on disk."""
+        assert block.host is not None or block.disk is not None
+        block.gpu = slot
+        block.space.gpu_blocks += 1
+        if block.parent is not None:
+            block.parent.gpu_children += 1
+        self.offer(block)
+
+    def drop_gpu(self, block: Block) -> None:
+        """Forget the GPU copy and free its slot; the block stays."""
+        slot = block.gpu
+        if slot is None:
+            return
+        block.gpu = None
+        block.space.gpu_blocks -= 1
+        self.free_gpu(slot)
+        if block.parent is not None:
+            block.parent.gpu_children -= 1
+            self.offer(block.parent)
+
     def drop_host(self, block: Block) -> None:
         """Forget the host copy and free its slot; forget the block if that was its last copy."""
         slot = block.host
         if slot is None:
             return
+        if block.disk is None:
+            self.drop_gpu(block)
         block.host = None
         block.unchecked = False
         block.space.host_blocks -= 1
@@ -234,6 +240,8 @@ class BlockIndex:
         slot = block.disk
         if slot is None:
             return
+        if block.host is None:
+            self.drop_gpu(block)
         block.disk = None
         block.space.disk_blocks -= 1
         if block.parent is not None:
@@ -252,6 +260,21 @@ class BlockIndex:
         old, block.host = block.host, slot
         assert old is not None
         self._free_host(old)
+
+    def hold_gpu(self, block: Block) -> None:
+        """Keep the GPU copy where it is, and the block with it, until `release_gpu`."""
+        self.gpu_held += 1
+        block.gpu_refs += 1
+
+    def release_gpu(self, block: Block) -> None:
+        """Undo one `hold_gpu`."""
+        self.gpu_held -= 1
+        block.gpu_refs -= 1
+        if block.gpu_refs == 0:
+            if block.dead:
+                self._free_dead(block)
+            else:
+                self.offer(block)
 
     def hold_host(self, block: Block) -> None:
         """Keep the host copy where it is until `release_host`."""
@@ -288,6 +311,8 @@ class BlockIndex:
         if block.dead:
             return
         shape = block.space.shape
+        if block.gpu is not None:
+            self._gpu_queues[shape].offer(block)
         if block.host is not None:
             self._host_queues[shape].offer(block)
         if block.disk is not None and self._disk_queues[shape].offer(block):
@@ -301,7 +326,11 @@ class BlockIndex:
 
     def evict(self, block: Block, tier: TierName) -> bool:
         """Drop one copy if the rule lets it go; say whether it went."""
-        if tier is TierName.HOST:
+        if tier is TierName.GPU:
+            if not gpu_evictable(block):
+                return False
+            self.drop_gpu(block)
+        elif tier is TierName.HOST:
             if not host_evictable(block):
                 return False
             self.drop_host(block)
@@ -317,7 +346,6 @@ class BlockIndex:
         Blocks in chain order take one pass. In any other order it is repeated as long as it
         helps: children that went may have been what kept their parents.
         """
-        host = tier is TierName.HOST
         left = list(blocks)
         dropped = 0
         while left:
@@ -325,7 +353,7 @@ class BlockIndex:
             for block in reversed(left):
                 if self.evict(block, tier):
                     dropped += 1
-                elif (block.host if host else block.disk) is not None:
+                elif block.slot(tier) is not None:
                     again.append(block)
             if len(again) == len(left):
                 break
@@ -355,6 +383,10 @@ class BlockIndex:
         """
         if block.dead:
             return
+        if block.gpu is not None:
+            block.space.gpu_blocks -= 1
+            if block.parent is not None:
+                block.parent.gpu_children -= 1
         if block.host is not None:
             block.space.host_blocks -= 1
             if block.parent is not None:
@@ -377,7 +409,7 @@ class BlockIndex:
         """
         blocks = list(space.blocks.values())
         space.blocks = {}
-        space.host_blocks = space.disk_blocks = 0
+        space.gpu_blocks = space.host_blocks = space.disk_blocks = 0
         for block in blocks:
             block.dead = True
             block.parent = block.child = block.before = block.after = None
@@ -399,6 +431,9 @@ class BlockIndex:
             self.ghosts.add(block.space.id, block.key, Ghost(cause, tier, time.time()))
 
     def _free_dead(self, block: Block) -> None:
+        if block.gpu is not None and block.gpu_refs == 0:
+            gpu, block.gpu = block.gpu, None
+            self.free_gpu(gpu)
         if block.host is not None and block.host_refs == 0:
             slot, block.host = block.host, None
             self._free_host(slot)

@@ -71,17 +71,16 @@ class Removal:
             blocks = list(space.blocks.values())
         else:
             blocks = list(filter(None, map(space.blocks.get, dict.fromkeys(keys))))
-        tiers = (TierName.HOST, TierName.DISK) if tier is None else (tier,)
+        tiers = tuple(TierName) if tier is None else (tier,)
         removed = skipped = 0
         for which in tiers:
-            host = which is TierName.HOST
-            left = [b for b in blocks if (b.host if host else b.disk) is not None]
+            left = [b for b in blocks if b.slot(which) is not None]
             while left:
                 again: list[Block] = []
                 for i, block in enumerate(reversed(left)):
                     if i % _CHUNK == _CHUNK - 1:
                         await asyncio.sleep(0)
-                    if block.dead or (block.host if host else block.disk) is None:
+                    if block.dead or block.slot(which) is None:
                         continue
                     if self._index.evict(block, which):
                         removed += 1

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from kvstore.index import Block, Flush, SpaceIndex, disk_evictable, host_evictable
-from kvstore.tiers.base import Slot
+from kvstore.index import (
+    Block,
+    Flush,
+    SpaceIndex,
+    disk_evictable,
+    gpu_evictable,
+    host_evictable,
+)
+from kvstore.tiers.base import Slot, TierName
 
 if TYPE_CHECKING:
     from kvstore.engine import Engine
@@ -27,6 +34,7 @@ def check(engine: Engine, *, quiet: bool = False) -> None:
 def _check_space(space: SpaceIndex) -> None:
     host_children: Counter[Block] = Counter()
     disk_children: Counter[Block] = Counter()
+    gpu_children: Counter[Block] = Counter()
     queued: Counter[Block] = Counter()
     children: dict[Block, set[Block]] = {}
     for key, block in space.blocks.items():
@@ -40,6 +48,7 @@ def _check_space(space: SpaceIndex) -> None:
             assert block.disk is None or parent.disk is not None, "an orphan on disk"
             host_children[parent] += block.host is not None
             disk_children[parent] += block.disk is not None
+            gpu_children[parent] += block.gpu is not None
             queued[parent] += block.flush in (Flush.QUEUED, Flush.WRITING)
             children.setdefault(parent, set()).add(block)
         if block.disk is not None:
@@ -50,6 +59,7 @@ def _check_space(space: SpaceIndex) -> None:
     for block in space.blocks.values():
         assert block.host_children == host_children[block]
         assert block.disk_children == disk_children[block]
+        assert block.gpu_children == gpu_children[block]
         assert block.queued_children >= queued[block]
         linked = []
         child = block.child
@@ -60,21 +70,23 @@ def _check_space(space: SpaceIndex) -> None:
         assert set(linked) == children.get(block, set())
     assert space.host_blocks == sum(b.host is not None for b in space.blocks.values())
     assert space.disk_blocks == sum(b.disk is not None for b in space.blocks.values())
+    assert space.gpu_blocks == sum(b.gpu is not None for b in space.blocks.values())
 
 
 def _check_queues(engine: Engine) -> None:
     """Every block that may leave is offered, once."""
     index = engine.index
     blocks = [b for space in index.spaces.values() for b in space.blocks.values()]
-    for queues, flag, evictable in (
-        (index._host_queues, "in_host_queue", host_evictable),
-        (index._disk_queues, "in_disk_queue", disk_evictable),
+    for queues, tier, evictable in (
+        (index._gpu_queues, TierName.GPU, gpu_evictable),
+        (index._host_queues, TierName.HOST, host_evictable),
+        (index._disk_queues, TierName.DISK, disk_evictable),
     ):
         entries = [entry[2] for queue in queues.values() for entry in queue._heap]
         assert len(entries) == len(set(entries)), "queued twice"
         offered = set(entries)
         for block in blocks:
-            assert getattr(block, flag) == (block in offered)
+            assert bool(block.queued & 1 << tier) == (block in offered)
             assert not evictable(block) or block in offered, f"{block} may leave, is not offered"
 
 

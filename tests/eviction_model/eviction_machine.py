@@ -20,16 +20,17 @@ class EvictionMachine(RuleBasedStateMachine):
 
     model: Model
 
-    def make(self, host_blocks: int, disk_blocks: int, policy: str) -> Model:
-        return Model(host_blocks, disk_blocks, policy)
+    def make(self, host_blocks: int, disk_blocks: int, policy: str, gpu_blocks: int) -> Model:
+        return Model(host_blocks, disk_blocks, policy, gpu_blocks)
 
     @initialize(
         host=st.integers(2, 8),
         disk=st.sampled_from([0, 1, 2, 3, 4, 6, 8]),
         policy=st.sampled_from(["through", "evict"]),
+        gpu=st.sampled_from([0, 1, 3]),
     )
-    def start(self, host: int, disk: int, policy: str) -> None:
-        self.model = self.make(host, disk, policy)
+    def start(self, host: int, disk: int, policy: str, gpu: int) -> None:
+        self.model = self.make(host, disk, policy, gpu)
         self.leases: list[list[str]] = []
 
     def leading_run(self, key: str) -> list[str]:
@@ -132,6 +133,23 @@ class EvictionMachine(RuleBasedStateMachine):
     def end_read(self, data: st.DataObject) -> None:
         self.model.end_read(data.draw(st.sampled_from(self.model.read)))
 
+    @precondition(lambda self: self.model.gpu_blocks and self.model.host - self.model.gpu)
+    @rule(data=st.data())
+    def load_gpu(self, data: st.DataObject) -> None:
+        model = self.model
+        room = model.free_gpu() > 0 or model.coldest_gpu() is not None
+        assert model.load_gpu(data.draw(st.sampled_from(sorted(model.host - model.gpu)))) == room
+
+    @precondition(lambda self: self.model.gpu)
+    @rule(data=st.data())
+    def hold_gpu(self, data: st.DataObject) -> None:
+        self.model.hold_gpu(data.draw(st.sampled_from(sorted(self.model.gpu))))
+
+    @precondition(lambda self: self.model.gpu_used)
+    @rule(data=st.data())
+    def release_gpu(self, data: st.DataObject) -> None:
+        self.model.release_gpu(data.draw(st.sampled_from(self.model.gpu_used)))
+
     @precondition(lambda self: self.model.order)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
@@ -143,7 +161,7 @@ class EvictionMachine(RuleBasedStateMachine):
         self.model.unpin(data.draw(st.sampled_from(sorted(self.model.pinned))))
 
     @precondition(lambda self: self.model.order)
-    @rule(data=st.data(), tier=st.sampled_from(["host", "disk"]))
+    @rule(data=st.data(), tier=st.sampled_from(["gpu", "host", "disk"]))
     def evict(self, data: st.DataObject, tier: str) -> None:
         keys = st.lists(st.sampled_from(self.model.order), min_size=1, max_size=4, unique=True)
         self.model.evict(data.draw(keys), tier)
@@ -161,17 +179,20 @@ class EvictionMachine(RuleBasedStateMachine):
         assert len(set(model.order)) == len(model.order)
         assert prefix_closed(set(model.order)), "a block lost its parent"
         assert prefix_closed(model.disk), "a crash now would orphan a block on disk"
+        assert model.gpu <= set(model.order), "a GPU copy without another"
 
     @invariant()
     def capacities_hold(self) -> None:
         assert self.model.free_host() >= 0
         assert self.model.free_disk() >= 0
+        assert self.model.free_gpu() >= 0
 
     @invariant()
     def what_is_held_stays(self) -> None:
         model = self.model
         assert {k for k in model.used if "#" not in k} <= model.host
         assert {k for k in model.read if "#" not in k} <= model.disk
+        assert {k for k in model.gpu_used if "#" not in k} <= model.gpu
         assert model.pinned <= set(model.order)
         assert set(model.waiting) <= model.host - model.disk
         assert not model.refused & (model.disk | set(model.waiting))
@@ -179,6 +200,10 @@ class EvictionMachine(RuleBasedStateMachine):
     @invariant()
     def something_may_go_unless_something_is_held(self) -> None:
         model = self.model
+        if model.gpu and not model.gpu_used:
+            assert model.coldest_gpu() is not None
+        if model.gpu_used:
+            return  # those keep their last other copies
         if model.host and not (model.used or model.pinned or model.partly or model.waiting):
             assert model.coldest_host() is not None
         if model.disk and not (model.read or model.pinned or model.partly or model.waiting):
@@ -190,5 +215,6 @@ class EvictionMachine(RuleBasedStateMachine):
     def nothing_is_lost_that_need_not_be(self) -> None:
         """With nothing held and time to flush, whatever is asked for fits."""
         model = self.model
-        if model.host_blocks and not (model.used or model.pinned or model.partly or model.granted):
+        held = model.used or model.gpu_used or model.pinned or model.partly or model.granted
+        if model.host_blocks and not held:
             assert model.free_host() or model.coldest_host() is not None or model.waiting

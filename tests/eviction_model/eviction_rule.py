@@ -5,14 +5,17 @@ A block's HOST copy may leave if and only if
 * nothing uses it: no lease, no mover; and
 * no child has a host copy or is partly committed; and
 * the block is on disk as well, or this is its last copy, and then it is neither pinned nor waiting
-  for the disk. (One that the disk refused does not wait.)
+  for the disk, and nobody uses its GPU copy. (One that the disk refused does not wait.)
 
 A block's DISK copy may leave if and only if
 
 * nobody reads it; and
 * no child is on disk or waits for it; and
 * the block is in host as well, or this is its last copy, and then no child is anywhere, not even
-  partly committed, and it is not pinned.
+  partly committed, it is not pinned, and nobody uses its GPU copy.
+
+A block's GPU copy may leave if and only if nobody uses it and no child has one. It is never the last
+copy: it goes along when that goes.
 
 The coldest one goes first. A new block needs a parent that is there. A block goes to disk after its
 parent; if nothing may leave the disk for it, it is refused there, stays in host only, and so do
@@ -39,15 +42,22 @@ class Model:
         waiting: blocks queued for the disk, first one first.
         refused: blocks that the disk had no room for.
         pinned: blocks whose last copy must stay.
-        used, read: per use of a host copy, or read of a disk copy, one entry.
+        gpu: blocks with a copy there.
+        used, read, gpu_used: per use of a host copy, read of a disk copy, use of a GPU copy, one
+            entry.
         partly: keys of which some shards are committed, one entry per slot.
         granted: host slots without a key.
         deaths: blocks that were discarded. What still uses one knows it by another name, such as
             "ab#3"; its copies keep their slots until then.
     """
 
-    def __init__(self, host_blocks: int, disk_blocks: int, policy: str) -> None:
+    def __init__(
+        self, host_blocks: int, disk_blocks: int, policy: str, gpu_blocks: int = 0
+    ) -> None:
         self.host_blocks, self.disk_blocks, self.policy = host_blocks, disk_blocks, policy
+        self.gpu_blocks = gpu_blocks
+        self.gpu: set[str] = set()
+        self.gpu_used: list[str] = []
         self.order: list[str] = []
         self.host: set[str] = set()
         self.disk: set[str] = set()
@@ -70,7 +80,8 @@ class Model:
             return False
         if self.has_child(key, self.host) or self.has_child(key, self.partly):
             return False
-        return key in self.disk or (key not in self.pinned and key not in self.waiting)
+        kept = key in self.pinned or key in self.waiting or key in self.gpu_used
+        return key in self.disk or not kept
 
     def evictable_disk(self, key: str) -> bool:
         if key not in self.disk or key in self.read:
@@ -80,7 +91,10 @@ class Model:
         if key in self.host:
             return True
         child = self.has_child(key, self.order) or self.has_child(key, self.partly)
-        return not child and key not in self.pinned
+        return not child and key not in self.pinned and key not in self.gpu_used
+
+    def evictable_gpu(self, key: str) -> bool:
+        return key in self.gpu - set(self.gpu_used) and not self.has_child(key, self.gpu)
 
     # What follows from it.
 
@@ -89,6 +103,13 @@ class Model:
 
     def coldest_disk(self) -> str | None:
         return next((k for k in self.order if self.evictable_disk(k)), None)
+
+    def coldest_gpu(self) -> str | None:
+        return next((k for k in self.order if self.evictable_gpu(k)), None)
+
+    def free_gpu(self) -> int:
+        dead = {name for name in self.gpu_used if "#" in name}
+        return self.gpu_blocks - len(self.gpu) - len(dead)
 
     def free_host(self) -> int:
         dead = {name for name in self.used if "#" in name}
@@ -203,6 +224,21 @@ class Model:
             self.host.add(key)
         return room
 
+    def load_gpu(self, key: str) -> bool:
+        """Give a block that is in host a GPU copy."""
+        if not self.free_gpu() and (victim := self.coldest_gpu()) is not None:
+            self.gpu.remove(victim)
+        room = self.free_gpu() > 0
+        if room:
+            self.gpu.add(key)
+        return room
+
+    def hold_gpu(self, key: str) -> None:
+        self.gpu_used.append(key)
+
+    def release_gpu(self, name: str) -> None:
+        self.gpu_used.remove(name)
+
     def hold(self, run: list[str]) -> None:
         self.used += run
 
@@ -243,8 +279,12 @@ class Model:
 
     def evict(self, keys: list[str], tier: str) -> None:
         """Drop the copies that may go, as often as dropping some sets others free."""
-        may_go = self.evictable_host if tier == "host" else self.evictable_disk
-        drop = self.drop_host if tier == "host" else self.drop_disk
+        may_go = {
+            "gpu": self.evictable_gpu,
+            "host": self.evictable_host,
+            "disk": self.evictable_disk,
+        }[tier]
+        drop = {"gpu": self.gpu.remove, "host": self.drop_host, "disk": self.drop_disk}[tier]
         while going := [k for k in keys if may_go(k)]:
             drop(going[0])
 
@@ -253,6 +293,8 @@ class Model:
         assert not self.has_child(key, self.order), "a block lost its parent"
         assert not self.has_child(key, self.partly), "a block on its way lost its parent"
         assert key not in self.pinned
+        assert key not in self.gpu_used
+        assert not self.has_child(key, self.gpu)
         self.forget(key)
 
     def discard(self, key: str) -> dict[str, str]:
@@ -267,6 +309,7 @@ class Model:
             names[victim] = f"{victim}#{self.deaths}"
             self.used = [names.get(k, k) for k in self.used]
             self.read = [names.get(k, k) for k in self.read]
+            self.gpu_used = [names.get(k, k) for k in self.gpu_used]
             self.host.discard(victim)
             self.disk.discard(victim)
             self.forget(victim)
@@ -274,6 +317,7 @@ class Model:
 
     def forget(self, key: str) -> None:
         self.order.remove(key)
+        self.gpu.discard(key)
         self.refused.discard(key)
         self.pinned.discard(key)
         if key in self.waiting:

@@ -95,6 +95,25 @@ def test_chains_that_are_used_stay_and_the_others_go(uses: list[int]) -> None:
         assert run_of(model, chains[which]) == 2
 
 
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_copy_on_the_gpu_goes_before_the_last_other_one(on_disk: bool) -> None:
+    model = Model(2, 1, "evict", gpu_blocks=1)
+    store(model, ["a"])
+    assert model.load_gpu("a")
+    if on_disk:
+        model.enqueue("a")
+        model.flush_step()
+        model.evict(["a"], "host")
+        assert (model.gpu, model.host, model.disk) == ({"a"}, set(), {"a"})
+    model.hold_gpu("a")
+    model.evict(["a"], "disk" if on_disk else "host")
+    assert model.order == ["a"]
+    model.release_gpu("a")
+    model.evict(["a"], "disk" if on_disk else "host")
+    assert not model.order
+    assert not model.gpu
+
+
 def test_a_last_copy_on_disk_waits_for_its_child_in_host() -> None:
     model = Model(2, 1, "evict")
     store(model, ["a"])

@@ -16,6 +16,7 @@ from kvstore.index import (
     Flush,
     SpaceIndex,
     disk_evictable,
+    gpu_evictable,
     host_evictable,
 )
 from kvstore.space import SpaceSpec
@@ -31,8 +32,11 @@ def named(key: str) -> bytes:
 class RealIndex:
     """The index with slots to count, and the queue to disk as the flusher keeps it."""
 
-    def __init__(self, host_blocks: int, disk_blocks: int, policy: str) -> None:
+    def __init__(self, host_blocks: int, disk_blocks: int, policy: str, gpu_blocks: int) -> None:
         self.index = BlockIndex(self._free_host, self._free_disk)
+        self.index.free_gpu = self._free_gpu
+        self.free_gpus = [Slot(0, n) for n in range(gpu_blocks)]
+        self.gpu_used: list[tuple[str, Block]] = []
         self.space = SpaceIndex(SPEC.fingerprint, SPEC, 1)
         self.index.spaces[self.space.id] = self.space
         self.disk_blocks, self.policy = disk_blocks, policy
@@ -52,6 +56,10 @@ class RealIndex:
     def _free_disk(self, block: Block, slot: Slot) -> None:
         assert slot not in self.free_disks
         self.free_disks.append(slot)
+
+    def _free_gpu(self, slot: Slot) -> None:
+        assert slot not in self.free_gpus
+        self.free_gpus.append(slot)
 
     def block(self, key: str) -> Block:
         return self.space.blocks[named(key)]
@@ -182,6 +190,15 @@ class RealIndex:
                 self.index.put_host(block, self.free_hosts.pop())
         self.index.release_disk(block)
 
+    def load_gpu(self, key: str) -> bool:
+        if not self.free_gpus:
+            victim = self.index.gpu_queue(self.space.shape).pop()
+            if victim is None:
+                return False
+            self.index.drop_gpu(victim)
+        self.index.put_gpu(self.block(key), self.free_gpus.pop())
+        return True
+
     def evict(self, keys: list[str], tier: TierName) -> None:
         progress = True
         while progress:
@@ -196,6 +213,7 @@ class RealIndex:
             self._dequeued(block, Flush.NONE)
         self.used = [(names.get(name, name), block) for name, block in self.used]
         self.read = [(names.get(name, name), block) for name, block in self.read]
+        self.gpu_used = [(names.get(name, name), block) for name, block in self.gpu_used]
 
 
 class Both(Model):
@@ -204,9 +222,11 @@ class Both(Model):
     # Calls that the model makes to itself must not reach the real index a second time.
     depth = 0
 
-    def __init__(self, host_blocks: int, disk_blocks: int, policy: str) -> None:
-        super().__init__(host_blocks, disk_blocks, policy)
-        self.real = RealIndex(host_blocks, disk_blocks, policy)
+    def __init__(
+        self, host_blocks: int, disk_blocks: int, policy: str, gpu_blocks: int = 0
+    ) -> None:
+        super().__init__(host_blocks, disk_blocks, policy, gpu_blocks)
+        self.real = RealIndex(host_blocks, disk_blocks, policy, gpu_blocks)
 
     def _outermost(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
         self.depth += 1
@@ -251,7 +271,7 @@ class Both(Model):
 
     def evict(self, keys: list[str], tier: str) -> None:
         self._outermost("evict", keys, tier)
-        self.real.evict(keys, TierName.HOST if tier == "host" else TierName.DISK)
+        self.real.evict(keys, TierName[tier.upper()])
 
     def discard(self, key: str) -> dict[str, str]:
         names: dict[str, str] = self._outermost("discard", key)[0]
@@ -269,6 +289,21 @@ class Both(Model):
         for name in run:
             at = next(i for i, use in enumerate(self.real.used) if use[0] == name)
             self.real.index.release_host(self.real.used.pop(at)[1])
+
+    def load_gpu(self, key: str) -> bool:
+        done = super().load_gpu(key)
+        assert self.real.load_gpu(key) == done
+        return done
+
+    def hold_gpu(self, key: str) -> None:
+        super().hold_gpu(key)
+        self.real.index.hold_gpu(self.real.block(key))
+        self.real.gpu_used.append((key, self.real.block(key)))
+
+    def release_gpu(self, name: str) -> None:
+        super().release_gpu(name)
+        at = next(i for i, use in enumerate(self.real.gpu_used) if use[0] == name)
+        self.real.index.release_gpu(self.real.gpu_used.pop(at)[1])
 
     def begin_read(self, key: str) -> None:
         super().begin_read(key)
@@ -304,8 +339,8 @@ class DifferentialMachine(EvictionMachine):
 
     model: Both
 
-    def make(self, host_blocks: int, disk_blocks: int, policy: str) -> Model:
-        return Both(host_blocks, disk_blocks, policy)
+    def make(self, host_blocks: int, disk_blocks: int, policy: str, gpu_blocks: int) -> Model:
+        return Both(host_blocks, disk_blocks, policy, gpu_blocks)
 
     @invariant()
     def the_same_blocks_are_in_the_same_tiers(self) -> None:
@@ -317,7 +352,9 @@ class DifferentialMachine(EvictionMachine):
         assert {named(k) for k in model.disk} == {
             k for k, b in blocks.items() if b.disk is not None
         }
+        assert {named(k) for k in model.gpu} == {k for k, b in blocks.items() if b.gpu is not None}
         space = model.real.space
+        assert space.gpu_blocks == len(model.gpu)
         assert (space.host_blocks, space.disk_blocks) == (len(model.host), len(model.disk))
 
     @invariant()
@@ -331,9 +368,11 @@ class DifferentialMachine(EvictionMachine):
         for key in model.order:
             assert host_evictable(real.block(key)) == model.evictable_host(key), key
             assert disk_evictable(real.block(key)) == model.evictable_disk(key), key
+            assert gpu_evictable(real.block(key)) == model.evictable_gpu(key), key
         for queue, coldest in (
             (real.index.host_queue(real.space.shape), model.coldest_host()),
             (real.index.disk_queue(real.space.shape), model.coldest_disk()),
+            (real.index.gpu_queue(real.space.shape), model.coldest_gpu()),
         ):
             victim = queue.peek()
             assert (victim and victim.key) == (coldest and named(coldest))
@@ -343,6 +382,7 @@ class DifferentialMachine(EvictionMachine):
         model, real = self.model, self.model.real
         assert len(real.free_hosts) == model.free_host()
         assert len(real.free_disks) == model.free_disk()
+        assert len(real.free_gpus) == model.free_gpu()
 
     @invariant()
     def the_way_to_disk_is_the_same(self) -> None:

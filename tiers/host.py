@@ -21,17 +21,17 @@ from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError, TierClosed
 from kvstore.tiers.base import Capabilities, Outcome, Slot, Tier, TierName, TierUsage, Transfer
-from kvstore.tiers.kept_pool import map_group, taken_bytes
+from kvstore.tiers.kept_pool import kept_group, map_group, taken_bytes
 from kvstore.tiers.pool_copy import check_fits, copy_transfers, undisturbed
 from kvstore.tiers.pool_directory import (
     create_pool,
     remove_pool,
     remove_stale_pools,
     remove_strays,
-    slab_path,
 )
-from kvstore.tiers.pool_limits import check_capacity, memory_room
+from kvstore.tiers.pool_limits import check_capacity
 from kvstore.tiers.slab import MIN_GROUP_BYTES, Slab, SlabGroup, group_slots
+from kvstore.tiers.slab_making import discard_slabs, make_slabs, pin_slabs
 from kvstore.tiers.slots import GroupSlots
 from kvstore.units import format_bytes
 
@@ -39,11 +39,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.space import BlockShape
-    from kvstore.tiers.slab import KeptGroup
+    from kvstore.tiers.slab import KeptGroup, Pinner
 
 __all__ = ["HostTier", "remove_stale_pools"]
 
 _log = logging.getLogger(__name__)
+
+_Group = GroupSlots[SlabGroup, Slab]
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 
@@ -75,6 +77,7 @@ class HostTier(Tier):
         copy_threads: int = 2,
         min_slab_bytes: int = MIN_GROUP_BYTES,
         retry_seconds: float = 1.0,
+        pinner: Pinner | None = None,
     ) -> None:
         """Describe a pool; nothing is taken before `open`.
 
@@ -86,6 +89,7 @@ class HostTier(Tier):
             copy_threads: threads for `read` and `write`.
             min_slab_bytes: least size of a slab group.
             retry_seconds: after the system had no memory, `want` asks again no sooner.
+            pinner: locks each slab's memory for the DMA of a GPU.
         """
         self.on_group: Callable[[SlabGroup], None] = _ignore
         self.on_no_room: Callable[[], None] = _ignore
@@ -96,12 +100,13 @@ class HostTier(Tier):
         self._copy_threads = copy_threads
         self._min_group_bytes = min_slab_bytes
         self._retry_seconds = retry_seconds
+        self._pinner = pinner
         self._open = False
         self._created = False
         self._closing = asyncio.Lock()
-        self._groups: dict[int, GroupSlots] = {}
+        self._groups: dict[int, _Group] = {}
         # Groups with free slots, per shape, in the order in which they are filled.
-        self._ready: dict[BlockShape, dict[int, GroupSlots]] = {}
+        self._ready: dict[BlockShape, dict[int, _Group]] = {}
         self._last_group = 0
         self._allocated_bytes = 0  # of slots in groups, and in the one that is being made
         self._used_bytes = 0
@@ -171,6 +176,10 @@ class HostTier(Tier):
                 self._allocated_bytes += group.info.capacity_bytes
         self._last_group = last_group
         self._start()
+        if self._pinner is not None:
+            assert self._builder is not None
+            for group in self._groups.values():
+                self._builder.submit(pin_slabs, group.headers, self._pinner)
 
     def claim(self, slot: Slot, shape: BlockShape) -> bool:
         """Take one certain slot of an adopted group as it is, without a new generation.
@@ -195,13 +204,13 @@ class HostTier(Tier):
         """Remove slab files of no group, in the background; `close` removes the others again."""
         assert self._builder is not None
         self.keep = False
-        ours = {slab.info.path for group in self._groups.values() for slab in group.slabs}
+        ours = {slab.info.path for group in self._groups.values() for slab in group.headers}
         # Before the next group is made: the same thread does both.
         self._builder.submit(remove_strays, self._directory, ours)
 
     def kept_groups(self) -> list[KeptGroup]:
         """Return what the next daemon needs to know of the groups in service."""
-        return [group.kept() for group in self._groups.values() if not group.retired]
+        return [kept_group(group) for group in self._groups.values() if not group.retired]
 
     @property
     def last_group(self) -> int:
@@ -236,11 +245,11 @@ class HostTier(Tier):
         self._groups.clear()
         self._ready.clear()
         self._allocated_bytes = self._used_bytes = 0
-        slabs = [slab for group in groups for slab in group.slabs]
+        slabs = [slab for group in groups for slab in group.headers]
         if self.keep:
             await asyncio.to_thread(lambda: [slab.close() for slab in slabs])
             return
-        await asyncio.to_thread(_discard, slabs)
+        await asyncio.to_thread(discard_slabs, slabs)
         if self._created:  # otherwise the directory, if there is one, is somebody else's
             self._created = False
             remove_pool(self._directory)
@@ -351,14 +360,21 @@ class HostTier(Tier):
         self._arriving = (shape, slots)
         self._allocated_bytes += taken
         building = asyncio.get_running_loop().run_in_executor(
-            self._builder, self._build, number, shape, slots
+            self._builder,
+            make_slabs,
+            self._directory,
+            number,
+            shape,
+            slots,
+            self._populate_threads,
+            self._pinner,
         )
         try:
             slabs = await undisturbed(building)
         except asyncio.CancelledError:
             self._allocated_bytes -= taken
             if building.exception() is None:
-                _discard(building.result())
+                discard_slabs(building.result())
             raise
         except Exception as error:  # noqa: BLE001 the builder thread ends here, whatever it met
             self._allocated_bytes -= taken
@@ -370,7 +386,7 @@ class HostTier(Tier):
         self._arriving = None
         if not self._open:
             self._allocated_bytes -= taken
-            await asyncio.to_thread(_discard, slabs)
+            await asyncio.to_thread(discard_slabs, slabs)
             return
         if self._degraded:
             _log.info("host pool grows again")
@@ -385,29 +401,6 @@ class HostTier(Tier):
             listener(*arguments)
         except Exception:  # noqa: BLE001 the listener's fault must not end the pool's growth
             _log.exception("a listener of the host pool failed")
-
-    def _build(self, number: int, shape: BlockShape, slots: int) -> list[Slab]:
-        """Create a group's slabs, all or none. Runs on the builder thread."""
-        room = memory_room(self._directory)
-        if slots * shape.block_bytes > room.bytes:
-            # Asking for it all the same may call for the out-of-memory killer.
-            raise OSError(errno.ENOSPC, room.describe())
-        slabs: list[Slab] = []
-        try:
-            for shard in range(shape.shards):
-                slabs.append(
-                    Slab.create(
-                        slab_path(self._directory, number, shard),
-                        slots=slots,
-                        slot_bytes=shape.slot_bytes,
-                        shard=shard,
-                        populate_threads=self._populate_threads,
-                    )
-                )
-        except BaseException:
-            _discard(slabs)
-            raise
-        return slabs
 
     def _degrade(self, shape: BlockShape, wanted_bytes: int, error: Exception) -> None:
         self._retry_at = time.monotonic() + self._retry_seconds
@@ -479,7 +472,7 @@ class HostTier(Tier):
             if not owner.retired:
                 self._ready.setdefault(owner.info.shape, {}).setdefault(number, owner)
 
-    def _group(self, number: int) -> GroupSlots:
+    def _group(self, number: int) -> _Group:
         group = self._groups.get(number)
         if group is None:
             raise ValueError(f"there is no slab group {number}")
@@ -493,7 +486,7 @@ class HostTier(Tier):
         """
         group = self._group(slot.group)
         group.check_index(slot.index)
-        return tuple(slab.view(slot.index) for slab in group.slabs)
+        return tuple(slab.view(slot.index) for slab in group.headers)
 
     def addresses(self, slot: Slot) -> tuple[int, ...]:
         """Return the address of the slot in this process, one per shard.
@@ -503,7 +496,7 @@ class HostTier(Tier):
         """
         group = self._group(slot.group)
         group.check_index(slot.index)
-        return tuple(slab.address(slot.index) for slab in group.slabs)
+        return tuple(slab.address(slot.index) for slab in group.headers)
 
     def slots_in_use(self, group: int) -> int:
         """Return how many slots of a group are allocated.
@@ -550,10 +543,10 @@ class HostTier(Tier):
         assert self._builder is not None
         del self._groups[group]
         self._allocated_bytes -= leaving.info.capacity_bytes
-        for slab in leaving.slabs:
+        for slab in leaving.headers:
             slab.unlink()
         # Before the next group is made: the same thread does both.
-        self._builder.submit(_discard, leaving.slabs)
+        self._builder.submit(discard_slabs, leaving.headers)
 
     async def read(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Copy blocks into buffers and check their digests.
@@ -595,11 +588,3 @@ class HostTier(Tier):
             self._copier, copy_transfers, inside, transfers, to_pool
         )
         return await undisturbed(copying)
-
-
-def _discard(slabs: Sequence[Slab]) -> None:
-    """Unlink and unmap. Blocks for about 0.25 s per GiB."""
-    for slab in slabs:
-        slab.unlink()
-        if not slab.close():
-            _log.warning("%s is removed while its memory is still in use", slab.info.path.name)

@@ -6,15 +6,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvstore.tiers.pool_directory import slab_path
-from kvstore.tiers.slab import Slab, SlabGroup
+from kvstore.tiers.slab import KeptGroup, Slab, SlabGroup
 from kvstore.tiers.slots import GroupSlots
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvstore.tiers.slab import KeptGroup
-
-__all__ = ["map_group", "taken_bytes"]
+__all__ = ["kept_group", "map_group", "taken_bytes"]
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +24,14 @@ def taken_bytes(directory: Path) -> int:
     return sum(path.lstat().st_blocks * _STAT_BLOCK_BYTES for path in directory.iterdir())
 
 
-def map_group(directory: Path, kept: KeptGroup) -> GroupSlots | None:
+def kept_group(group: GroupSlots[SlabGroup, Slab]) -> KeptGroup:
+    """Return what the next daemon needs to know of a group."""
+    info = group.info
+    lengths = tuple(slab.length for slab in info.slabs)
+    return KeptGroup(info.group, info.shape, info.slots, lengths, group.generations())
+
+
+def map_group(directory: Path, kept: KeptGroup) -> GroupSlots[SlabGroup, Slab] | None:
     """Map a group's slabs; None, with a line in the log, when they are not as they were.
 
     All slots are free then, at the generations that they had. Any thread.

@@ -15,14 +15,37 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-__all__ = ["create_pool", "remove_pool", "remove_stale_pools", "remove_strays", "slab_path"]
+__all__ = [
+    "create_pool",
+    "gpu_generations_path",
+    "remove_gpu_files",
+    "remove_pool",
+    "remove_stale_pools",
+    "remove_strays",
+    "slab_path",
+]
 
 _log = logging.getLogger(__name__)
+
+_GPU = "gpu-"
 
 
 def slab_path(directory: Path, group: int, shard: int) -> Path:
     """Return where a slab lies."""
     return directory / f"slab-{group}-{shard}"
+
+
+def gpu_generations_path(directory: Path, group: int) -> Path:
+    """Return where the generations of a GPU slab group lie."""
+    return directory / f"{_GPU}{group}"
+
+
+def remove_gpu_files(directory: Path) -> None:
+    """Remove what the GPU tier of an earlier daemon left, if the directory is there at all."""
+    with contextlib.suppress(FileNotFoundError):
+        for path in directory.iterdir():
+            if path.name.startswith(_GPU):
+                path.unlink(missing_ok=True)
 
 
 def create_pool(directory: Path) -> None:
@@ -46,7 +69,7 @@ def remove_pool(directory: Path) -> None:
     """
     with contextlib.suppress(FileNotFoundError):
         for path in directory.iterdir():
-            if path.name.startswith("slab-") or path.name == CONTROL_NAME:
+            if path.name.startswith(("slab-", _GPU)) or path.name == CONTROL_NAME:
                 path.unlink(missing_ok=True)
         try:
             directory.rmdir()

@@ -21,7 +21,7 @@ import errno
 import os
 import stat
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MIN_GROUP_BYTES",
     "KeptGroup",
+    "Pinner",
     "Slab",
     "SlabGroup",
     "SlabInfo",
@@ -143,6 +144,16 @@ def group_slots(
     return max(min(slots, remaining_bytes // block), 0)
 
 
+class Pinner(Protocol):
+    """Locks host memory for the DMA of a device; any thread. It counts and logs what fails."""
+
+    def pin(self, address: int, length: int) -> bool:
+        """Lock memory until `unpin`; False when that fails."""
+
+    def unpin(self, address: int) -> None:
+        """Undo one `pin`, before the memory is unmapped."""
+
+
 class Slab:
     """One slab file, mapped and populated.
 
@@ -155,6 +166,7 @@ class Slab:
         """Wrap a mapping of the whole file."""
         self.info = info
         self.mapping = mapping
+        self._pinner: Pinner | None = None
         self._generations: NDArray[np.uint64] | None = mapping.array[: 8 * info.slots].view("<u8")
 
     @classmethod
@@ -233,6 +245,11 @@ class Slab:
         """Return the address of one slot."""
         return self.mapping.address + self.info.data_offset + index * self.info.slot_bytes
 
+    def pin(self, pinner: Pinner) -> None:
+        """Lock the memory for DMA until `close`; not at the same time as that."""
+        if not self.mapping.closed and pinner.pin(self.mapping.address, self.mapping.length):
+            self._pinner = pinner
+
     def unlink(self) -> None:
         """Remove the name. Who maps the memory keeps it. Idempotent."""
         self.info.path.unlink(missing_ok=True)
@@ -244,4 +261,7 @@ class Slab:
             False when views of slots are alive: the memory goes with the last of them.
         """
         self._generations = None
+        pinner, self._pinner = self._pinner, None
+        if pinner is not None:
+            pinner.unpin(self.mapping.address)
         return self.mapping.close()

@@ -2,37 +2,56 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.tiers.slab import KeptGroup
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from kvstore.tiers.slab import Slab, SlabGroup
 
 __all__ = ["GroupSlots"]
 
 
-class GroupSlots:
+class GroupInfo(Protocol):
+    """What a group of any tier has."""
+
+    @property
+    def group(self) -> int:
+        """Its number."""
+
+    @property
+    def slots(self) -> int:
+        """Blocks that fit."""
+
+
+class Header(Protocol):
+    """Where other processes read generations."""
+
+    def set_generations(self, indices: NDArray[np.intp], values: NDArray[np.uint64]) -> None:
+        """Store generations where every process sees them."""
+
+
+H = TypeVar("H", bound=Header)
+G = TypeVar("G", bound=GroupInfo)
+
+
+class GroupSlots(Generic[G, H]):
     """Free list and generations of a group. Event loop's thread only.
 
     Attributes:
         info: the group, as announced.
-        slabs: one per shard.
+        headers: the slabs, or what else carries their generations.
         retired: its free slots are withdrawn.
         used_count: slots that are allocated.
     """
 
-    __slots__ = ("_free", "_generations", "_taken", "info", "retired", "slabs", "used_count")
+    __slots__ = ("_free", "_generations", "_taken", "headers", "info", "retired", "used_count")
 
     def __init__(
         self,
-        info: SlabGroup,
-        slabs: Sequence[Slab],
+        info: G,
+        headers: Sequence[H],
         generations: NDArray[np.uint64] | None = None,
     ) -> None:
         """All slots are free, at generation 0 or at those that an earlier daemon left.
@@ -40,7 +59,7 @@ class GroupSlots:
         The latter are written to the headers: readers compare with those.
         """
         self.info = info
-        self.slabs = slabs
+        self.headers = headers
         self.retired = False
         self.used_count = 0
         # Taken from the end: low indices first, and what was freed last is warm in the caches.
@@ -50,8 +69,8 @@ class GroupSlots:
         self._generations = [0] * info.slots
         if generations is not None:
             self._generations = generations.tolist()
-            for slab in slabs:
-                slab.set_generations(np.arange(info.slots), generations)
+            for header in headers:
+                header.set_generations(np.arange(info.slots), generations)
 
     @property
     def free_count(self) -> int:
@@ -72,8 +91,8 @@ class GroupSlots:
         self.used_count += count
         at = np.array(indices, np.intp)
         raised = np.array([generations[index] for index in indices], np.uint64)
-        for slab in self.slabs:
-            slab.set_generations(at, raised)
+        for header in self.headers:
+            header.set_generations(at, raised)
         return indices
 
     def claim(self, index: int) -> bool:
@@ -92,12 +111,9 @@ class GroupSlots:
         taken = self._taken
         self._free = [index for index in self._free if not taken[index]]
 
-    def kept(self) -> KeptGroup:
-        """Return what the next daemon needs to know."""
-        info = self.info
-        lengths = tuple(slab.length for slab in info.slabs)
-        generations = np.array(self._generations, np.uint64)
-        return KeptGroup(info.group, info.shape, info.slots, lengths, generations)
+    def generations(self) -> NDArray[np.uint64]:
+        """Return the generations of all slots, shape (slots,)."""
+        return np.array(self._generations, np.uint64)
 
     def generation(self, index: int) -> int:
         """Return a slot's generation; 0 when it was never taken."""

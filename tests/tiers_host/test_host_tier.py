@@ -545,7 +545,7 @@ def test_memory_that_is_not_there_is_not_even_asked_for(
         async with _pool(root, 1 * MIB) as tier:
             listener = _Listener(tier)
             scarce = Room(1 * GIB, 1 * GIB, _GROUP - 1)
-            monkeypatch.setattr("kvstore.tiers.host.memory_room", lambda _: scarce)
+            monkeypatch.setattr("kvstore.tiers.slab_making.memory_room", lambda _: scarce)
             monkeypatch.setattr("kvstore.tiers.host.Slab.create", None)
             tier.want(_SMALL, 16)
             assert await listener.settled() == []

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from kvstore.tiers.base import TierName
@@ -14,8 +13,7 @@ __all__ = ["Ghost", "GhostList"]
 Cause = Literal["evicted", "corrupt", "io_error", "epoch"]
 
 
-@dataclass(frozen=True, slots=True)
-class Ghost:
+class Ghost(NamedTuple):
     """How a block went.
 
     Attributes:

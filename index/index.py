@@ -53,7 +53,7 @@ class BlockIndex:
         self._free_host = free_host
         self._free_disk = free_disk
         self.free_gpu: Callable[[Slot], None] = lambda _: None
-        self.ghosts = ghosts or GhostList()
+        self.ghosts = GhostList() if ghosts is None else ghosts
         self.spaces: dict[bytes, SpaceIndex] = {}
         self.sequence = 0
         self._gpu_queues: dict[BlockShape, EvictionQueue] = defaultdict(
@@ -112,6 +112,34 @@ class BlockIndex:
         space.blocks[key] = block
         self.ghosts.discard(space.id, key)
         return block
+
+    def insert_run(
+        self, space: SpaceIndex, keys: Sequence[bytes], parent: Block | None, slots: Sequence[Slot]
+    ) -> list[Block]:
+        """Add a run of new blocks in host, each the parent of the next one.
+
+        The same as `insert` and `put_host` for each, but only the last one is offered for
+        eviction: the others have a child there.
+        """
+        blocks = space.blocks
+        discard = self.ghosts.discard
+        sequence = self.sequence
+        run: list[Block] = []
+        for key, slot in zip(keys, slots, strict=True):
+            sequence += 1
+            block = Block(space, key, parent, sequence)
+            block.host = slot
+            block.link()
+            if parent is not None:
+                parent.host_children += 1
+            blocks[key] = parent = block
+            discard(space.id, key)
+            run.append(block)
+        self.sequence = sequence
+        space.host_blocks += len(run)
+        if run:
+            self.offer(run[-1])
+        return run
 
     def restore(
         self,

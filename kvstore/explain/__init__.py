@@ -1,0 +1,1 @@
+"""Why prompts share less of their prefix than they could."""

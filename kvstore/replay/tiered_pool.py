@@ -254,8 +254,7 @@ class TieredPool:
                 and victim.flush is Flush.NONE
             ):
                 self._enqueue(victim)
-                while victim.flush is Flush.QUEUED:
-                    self._flush_one()
+                self.settle()
             else:
                 drop(victim)
                 self.counts.evicted_host += 1

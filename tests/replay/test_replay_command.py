@@ -108,7 +108,12 @@ def test_a_generated_trace_comes_through_a_pipe() -> None:
 
 
 def bailian(at: float, ids: list[int], tokens: int) -> str:
-    fields = {"chat_id": 1, "parent_chat_id": -1, "timestamp": at, "input_length": tokens}
+    fields: dict[str, Any] = {
+        "chat_id": 1,
+        "parent_chat_id": -1,
+        "timestamp": at,
+        "input_length": tokens,
+    }
     fields |= {"output_length": 3, "type": "text", "turn": 1, "hash_ids": ids}
     return json.dumps(fields)
 

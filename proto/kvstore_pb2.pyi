@@ -363,12 +363,14 @@ class OpenSpaceResponse(_message.Message):
     def __init__(self, space: _Optional[_Union[SpaceRef, _Mapping]] = ..., key_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("space", "keys")
+    __slots__ = ("space", "keys", "parent")
     SPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
     space: SpaceRef
     keys: bytes
-    def __init__(self, space: _Optional[_Union[SpaceRef, _Mapping]] = ..., keys: _Optional[bytes] = ...) -> None: ...
+    parent: bytes
+    def __init__(self, space: _Optional[_Union[SpaceRef, _Mapping]] = ..., keys: _Optional[bytes] = ..., parent: _Optional[bytes] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
     __slots__ = ("blocks", "tiers", "miss")
@@ -381,7 +383,7 @@ class LookupResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., tiers: _Optional[bytes] = ..., miss: _Optional[_Union[Miss, _Mapping]] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("attachment_id", "space", "lease_id", "keys", "deadline_ms", "prefill_tokens_per_second", "priority")
+    __slots__ = ("attachment_id", "space", "lease_id", "keys", "deadline_ms", "prefill_tokens_per_second", "priority", "parent")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     SPACE_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -389,6 +391,7 @@ class AcquireRequest(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
     attachment_id: int
     space: SpaceRef
     lease_id: int
@@ -396,7 +399,8 @@ class AcquireRequest(_message.Message):
     deadline_ms: int
     prefill_tokens_per_second: float
     priority: int
-    def __init__(self, attachment_id: _Optional[int] = ..., space: _Optional[_Union[SpaceRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
+    parent: bytes
+    def __init__(self, attachment_id: _Optional[int] = ..., space: _Optional[_Union[SpaceRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., priority: _Optional[int] = ..., parent: _Optional[bytes] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
     __slots__ = ("blocks", "slots", "tiers", "growing", "miss")
@@ -425,14 +429,16 @@ class ReleaseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("space", "keys", "deadline_ms")
+    __slots__ = ("space", "keys", "deadline_ms", "parent")
     SPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
     space: SpaceRef
     keys: bytes
     deadline_ms: int
-    def __init__(self, space: _Optional[_Union[SpaceRef, _Mapping]] = ..., keys: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    parent: bytes
+    def __init__(self, space: _Optional[_Union[SpaceRef, _Mapping]] = ..., keys: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., parent: _Optional[bytes] = ...) -> None: ...
 
 class GetResponse(_message.Message):
     __slots__ = ("chunk", "end")
@@ -998,15 +1004,17 @@ class ClientStats(_message.Message):
     def __init__(self, attachment_id: _Optional[int] = ..., client: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., leases: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., granted_slots: _Optional[int] = ..., granted_bytes: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("name", "count", "p50_seconds", "p95_seconds", "p99_seconds")
+    __slots__ = ("name", "count", "p50_seconds", "p95_seconds", "p99_seconds", "max_seconds")
     NAME_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     P50_SECONDS_FIELD_NUMBER: _ClassVar[int]
     P95_SECONDS_FIELD_NUMBER: _ClassVar[int]
     P99_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SECONDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     count: int
     p50_seconds: float
     p95_seconds: float
     p99_seconds: float
-    def __init__(self, name: _Optional[str] = ..., count: _Optional[int] = ..., p50_seconds: _Optional[float] = ..., p95_seconds: _Optional[float] = ..., p99_seconds: _Optional[float] = ...) -> None: ...
+    max_seconds: float
+    def __init__(self, name: _Optional[str] = ..., count: _Optional[int] = ..., p50_seconds: _Optional[float] = ..., p95_seconds: _Optional[float] = ..., p99_seconds: _Optional[float] = ..., max_seconds: _Optional[float] = ...) -> None: ...

@@ -110,6 +110,7 @@ class Calls(ABC):
             deadline_ms=_milliseconds(deadline_s),
             prefill_tokens_per_second=prefill_tokens_per_second,
             priority=priority,
+            parent=keys.parent or b"",
         )
 
         def accept(answer: pb.AcquireResponse) -> Lease:

@@ -18,6 +18,7 @@ __all__ = ["register"]
 
 _SHORT_ID = 8
 _NAME_WIDTH = 22
+_QUANTILES = ("p50", "p95", "p99", "max")
 
 
 def _percent(part: float, whole: float) -> str:
@@ -81,9 +82,9 @@ def _miss_table(stats: dict[str, Any]) -> Table:
 
 
 def _timing_table(timings: list[dict[str, Any]]) -> Table:
-    table = make_table("Times", ["what"], ("count", "p50", "p95", "p99"))
+    table = make_table("Times", ["what"], ("count", *_QUANTILES))
     for timing in timings:
-        quantiles = (format_seconds(timing[f"{q}_seconds"]) for q in ("p50", "p95", "p99"))
+        quantiles = (format_seconds(timing[f"{q}_seconds"]) for q in _QUANTILES)
         table.add_row(timing["name"].replace("_", " "), count(timing["count"]), *quantiles)
     return table
 

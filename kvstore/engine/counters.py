@@ -41,7 +41,7 @@ class UsageCounts:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Percentiles of the last 4,096 samples, seconds; `count` and `total` are of all."""
+    """Percentiles of the last 4,096 samples, seconds; `count`, `total`, `longest` are of all."""
 
     name: str
     count: int
@@ -49,6 +49,7 @@ class Timing:
     p50: float
     p95: float
     p99: float
+    longest: float
 
 
 class Counters:
@@ -62,6 +63,7 @@ class Counters:
         self._samples: dict[str, deque[float]] = {}
         self._counts: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
+        self._longest: dict[str, float] = {}
 
     def miss(self, reason: str, blocks: int, block_tokens: int) -> None:
         """Count the blocks of a request that were not served, by why the run ended."""
@@ -77,6 +79,8 @@ class Counters:
         samples.append(seconds)
         self._counts[name] += 1
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        if seconds > self._longest.get(name, -1.0):
+            self._longest[name] = seconds
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -94,5 +98,6 @@ class Counters:
             ordered = sorted(samples.copy())
             last = len(ordered) - 1
             at = [ordered[round(last * q)] for q in (0.5, 0.95, 0.99)]
-            result.append(Timing(name, self._counts[name], self._seconds[name], *at))
+            count, total = self._counts[name], self._seconds[name]
+            result.append(Timing(name, count, total, at[0], at[1], at[2], self._longest[name]))
         return result

@@ -28,7 +28,7 @@ from kvstore.syncpoint import reach
 from kvstore.tiers.base import Slot, TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvstore.space import SpaceSpec
@@ -81,16 +81,14 @@ class Engine(Assembly):
             )
         return space
 
-    def lookup(self, space: SpaceIndex, keys: Iterable[bytes]) -> tuple[bytes, Miss]:
+    def lookup(
+        self, space: SpaceIndex, keys: Sequence[bytes], parent: bytes | None = None
+    ) -> tuple[bytes, Miss]:
         """Return the fastest tier (`TierName`) of each block of the leading run; touch nothing."""
-        blocks = space.blocks
-        tiers = bytearray()
-        for key in keys:
-            block = blocks.get(key)
-            if block is None:
-                return bytes(tiers), miss_of(self.index, space, key)
-            tiers.append(TierName.DISK if block.host is None else TierName.HOST)
-        return bytes(tiers), Miss()
+        run = space.run(keys, parent)
+        tiers = bytes(TierName.DISK if b.host is None else TierName.HOST for b in run)
+        complete = len(run) == len(keys)
+        return tiers, Miss() if complete else miss_of(self.index, space, keys[len(run)])
 
     def acquire(
         self,
@@ -101,6 +99,7 @@ class Engine(Assembly):
         deadline_seconds: float,
         priority: int = 0,
         prefill_tokens_per_second: float = 0.0,
+        parent: bytes | None = None,
     ) -> Acquired:
         """Lease a leading run; see `Leases.acquire`."""
         if attachment.state is State.SILENT:
@@ -113,6 +112,7 @@ class Engine(Assembly):
             deadline_seconds,
             priority,
             prefill_tokens_per_second,
+            parent,
         )
         lease = attachment.leases.get(lease_id)
         if lease is not None:
@@ -168,13 +168,15 @@ class Engine(Assembly):
             shards = self.grants.shards_of(grant, caller.id)
         self.grants.abort(grant, shards, slots)
 
-    def start_read(self, space: SpaceIndex, keys: Sequence[bytes]) -> Read:
+    def start_read(
+        self, space: SpaceIndex, keys: Sequence[bytes], parent: bytes | None = None
+    ) -> Read:
         """Begin to read a leading run; the caller closes it.
 
         Raises:
             InvalidRequest: a key is named twice.
         """
-        run, miss = self.leases.find_run(space, keys)
+        run, miss = self.leases.find_run(space, keys, parent)
         self.index.touch(run)
         for block in run:
             block.uses += 1

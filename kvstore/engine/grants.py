@@ -188,7 +188,7 @@ class Grants:
             outcome = granted.failed = CommitOutcome.ABORTED
         elif granted.key is None:
             if key in space.blocks:
-                outcome = granted.failed = CommitOutcome.EXISTS
+                outcome = granted.failed = _present(space.blocks[key], parent)
             elif not space.has_parent(parent):
                 outcome = granted.failed = CommitOutcome.PARENT_MISSING
             else:
@@ -217,7 +217,7 @@ class Grants:
         existing = space.blocks.get(key)
         if existing is not None:
             self._free(slot)
-            return CommitOutcome.EXISTS
+            return _present(existing, parent_key)
         parent = None if parent_key is None else space.blocks.get(parent_key)
         if parent_key is not None and parent is None:
             self._free(slot)
@@ -309,6 +309,12 @@ class Grants:
         if parent is not None:
             _decrement(space.pending_children, parent)
             self._index.offer_key(space, parent)
+
+
+def _present(block: Block, parent: bytes | None) -> CommitOutcome:
+    """Say what a commit of a key that is taken means: the same block, or another chain's."""
+    above = None if block.parent is None else block.parent.key
+    return CommitOutcome.EXISTS if above == parent else CommitOutcome.KEY_MISMATCH
 
 
 def _still_writing(grant: Grant, granted: GrantedSlot) -> tuple[int, ...]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import KVStoreError
 from kvstore.index import NEVER
 from kvstore.index.records import PinRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvstore.engine.store_thread import StoreThread
     from kvstore.index import Block, BlockIndex, SpaceIndex
@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 __all__ = ["Pins"]
 
 
+# At a time, with a turn of the loop between.
+_PART: Final = 8_192
+
+
 class Pins:
-    """All pins, by (space id, key), with their expiry in Unix seconds.
+    """All pins, by space id and key, with their expiry in Unix seconds.
 
     Changes take turns, so that what is stored and what is in force stay the same.
     """
@@ -29,15 +33,12 @@ class Pins:
         """Start without pins; `restore` brings the stored ones back."""
         self._index = index
         self._store = store
-        self._until: dict[tuple[bytes, bytes], float] = {}
+        self._until: dict[bytes, dict[bytes, float]] = {}
         self._turn = asyncio.Lock()
 
     def counts(self) -> dict[bytes, int]:
         """Return the number of pinned blocks per space id."""
-        counts: dict[bytes, int] = {}
-        for space_id, _ in self._until:
-            counts[space_id] = counts.get(space_id, 0) + 1
-        return counts
+        return {space_id: len(pinned) for space_id, pinned in self._until.items() if pinned}
 
     async def pin(self, space: SpaceIndex, run: Sequence[Block], ttl_seconds: float) -> None:
         """Pin a run until unpinned, or for a time; durable on return.
@@ -47,39 +48,41 @@ class Pins:
         """
         until = time.time() + ttl_seconds if ttl_seconds else NEVER
         expires = 0.0 if until == NEVER else until
-        names = [(space.id, block.key) for block in run]
+        keys = [block.key for block in run]
         # At once: nothing of the run may leave while the store is at work.
         for block in run:
             block.pinned_until = max(until, block.pinned_until)
         async with self._turn:
-            before = {name: self._until[name] for name in names if name in self._until}
-            self._until.update(dict.fromkeys(names, until))
+            pinned = self._until.setdefault(space.id, {})
+            before = {key: pinned[key] for key in keys if key in pinned}
+            pinned.update(dict.fromkeys(keys, until))
+            records = [PinRecord(space.id, key, expires) for key in keys]
             try:
-                await self._store.run(
-                    self._store.store.put_pins, [PinRecord(*name, expires) for name in names]
-                )
+                await self._store.run(self._store.store.put_pins, records)
             except KVStoreError:
-                for name in names:
-                    self._until.pop(name, None)
-                self._until.update(before)
+                for key in keys:
+                    pinned.pop(key, None)
+                pinned.update(before)
                 raise
             finally:
-                for name in names:
-                    self._apply(name)
+                for key in keys:
+                    self._apply(space.id, key)
 
-    async def unpin(self, space: SpaceIndex, keys: Sequence[bytes] | None) -> int:
+    async def unpin(self, space: SpaceIndex, keys: Iterable[bytes] | None) -> int:
         """Unpin keys, or a whole space; return how many were pinned.
 
         Raises:
-            StoreDamaged: they are still pinned.
+            StoreDamaged: those that are not unpinned yet are still pinned.
         """
-        wanted = None if keys is None else set(keys)
         async with self._turn:
-            names = [
-                n for n in self._until if n[0] == space.id and (wanted is None or n[1] in wanted)
-            ]
-            await self._drop(names)
-        return len(names)
+            pinned = self._until.get(space.id, {})
+            wanted = list(pinned if keys is None else dict.fromkeys(keys))
+            dropped = 0
+            for at in range(0, len(wanted), _PART):
+                part = [key for key in wanted[at : at + _PART] if key in pinned]
+                await self._drop(space.id, part)
+                dropped += len(part)
+        return dropped
 
     async def expire(self) -> None:
         """Drop the pins whose time is over.
@@ -89,27 +92,35 @@ class Pins:
         """
         now = time.time()
         async with self._turn:
-            await self._drop([name for name, until in self._until.items() if until < now])
+            for space_id, pinned in list(self._until.items()):
+                listed = list(pinned.items())
+                for at in range(0, len(listed), _PART):
+                    part = [key for key, until in listed[at : at + _PART] if until < now]
+                    await self._drop(space_id, part)
+                    await asyncio.sleep(0)
 
     def forget(self, block: Block) -> None:
         """The block is gone; a stored pin is dropped at the next start, if it is not back."""
-        self._until.pop((block.space.id, block.key), None)
+        self._until.get(block.space.id, {}).pop(block.key, None)
 
-    def forget_space(self, space: SpaceIndex) -> list[tuple[bytes, bytes]]:
+    def forget_space(self, space: SpaceIndex) -> list[bytes]:
         """The space's blocks are gone; return the pins that `delete_stored` is to delete."""
-        names = [n for n in self._until if n[0] == space.id]
-        for name in names:
-            del self._until[name]
-        return names
+        pinned = self._until.get(space.id, {})
+        keys = list(pinned)
+        pinned.clear()
+        return keys
 
-    async def delete_stored(self, names: Sequence[tuple[bytes, bytes]]) -> None:
+    async def delete_stored(self, space: SpaceIndex, keys: Sequence[bytes]) -> None:
         """Delete what is stored of forgotten pins, unless they were pinned again since.
 
         Raises:
             StoreDamaged: they are stored still.
         """
         async with self._turn:
-            await self._drop([name for name in names if name not in self._until])
+            pinned = self._until.get(space.id, {})
+            for at in range(0, len(keys), _PART):
+                part = [key for key in keys[at : at + _PART] if key not in pinned]
+                await self._drop(space.id, part)
 
     def restore(self) -> None:
         """Pin again what is still there; forget the other pins. Before serving: it blocks."""
@@ -122,23 +133,25 @@ class Pins:
                 lost.append((pin.space_id, pin.key))
             else:
                 block.pinned_until = until
-                self._until[(pin.space_id, pin.key)] = until
+                self._until.setdefault(pin.space_id, {})[pin.key] = until
         if lost:
             self._store.store.delete_pins(lost)
 
-    async def _drop(self, names: Sequence[tuple[bytes, bytes]]) -> None:
-        if not names:
+    async def _drop(self, space_id: bytes, keys: Sequence[bytes]) -> None:
+        if not keys:
             return
-        await self._store.run(self._store.store.delete_pins, list(names))
-        for name in names:
-            self._until.pop(name, None)
-            self._apply(name)
+        names = [(space_id, key) for key in keys]
+        await self._store.run(self._store.store.delete_pins, names)
+        pinned = self._until.get(space_id, {})
+        for key in keys:
+            pinned.pop(key, None)
+            self._apply(space_id, key)
 
-    def _apply(self, name: tuple[bytes, bytes]) -> None:
+    def _apply(self, space_id: bytes, key: bytes) -> None:
         """Bring a block in line with its pin."""
-        space = self._index.spaces.get(name[0])
-        block = None if space is None else space.blocks.get(name[1])
+        space = self._index.spaces.get(space_id)
+        block = None if space is None else space.blocks.get(key)
         if block is not None:
-            block.pinned_until = self._until.get(name, 0.0)
+            block.pinned_until = self._until.get(space_id, {}).get(key, 0.0)
             if not block.pinned_until:
                 self._index.offer(block)

@@ -184,7 +184,7 @@ class Removal:
         if self.flusher is not None:
             self.flusher.wake()
         try:
-            await self._pins.delete_stored(pins)
+            await self._pins.delete_stored(space, pins)
         except KVStoreError as error:
             # They pin nothing: their blocks are gone.
             log.warning("stored pins of an earlier epoch stay until the next start: %s", error)

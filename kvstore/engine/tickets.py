@@ -22,6 +22,8 @@ __all__ = ["Tickets"]
 
 # Beyond this the oldest ticket is cancelled: ids are the clients' and may never be asked again.
 _MAX_TICKETS: Final = 10_000
+# The contract's limit: a ticket is opened in one slice of the loop.
+_MOST_BLOCKS: Final = 32_768
 
 
 @dataclass(slots=True)
@@ -92,7 +94,9 @@ class Tickets:
     def _open(
         self, space: SpaceIndex, keys: Sequence[bytes], deadline_seconds: float, priority: int
     ) -> _Ticket:
-        run, miss = self._leases.find_run(space, keys)
+        run, miss = self._leases.find_run(space, keys[:_MOST_BLOCKS])
+        if len(run) == _MOST_BLOCKS < len(keys):
+            miss = Miss(MissReason.LEASE_CAP)
         self._index.touch(run)
         cold = [b for b in run if not b.readable]
         waiter = RunWaiter(self._index, cold, hold=False)

@@ -116,7 +116,9 @@ class FlowsBase:
         """Ask how long a leading run is present, and where."""
         blocks, tiers, miss = 0, b"", Miss()
         for part in parts(keys):
-            request = pb.LookupRequest(space=self._space.ref, keys=part.packed)
+            request = pb.LookupRequest(
+                space=self._space.ref, keys=part.packed, parent=part.parent or b""
+            )
             answer = yield from self._rpc("Lookup", request)
             blocks += answer.blocks
             tiers += answer.tiers

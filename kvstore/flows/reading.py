@@ -144,7 +144,10 @@ class Reading(FlowsBase):
         for part in parts(keys[at : at + hit.blocks]):
             sink = _Sink(out, at, len(part), self._block_bytes)
             request = pb.GetRequest(
-                space=self._space.ref, keys=part.packed, deadline_ms=milliseconds(deadline.left)
+                space=self._space.ref,
+                keys=part.packed,
+                deadline_ms=milliseconds(deadline.left),
+                parent=part.parent or b"",
             )
             yield Receive(request, sink, self._stream_seconds(len(part), deadline))
             for tier in islice(tiers, sink.blocks):

@@ -162,7 +162,7 @@ class ByteStreams:
             patience.stop()
             if incoming is not None:
                 incoming.abort()
-        tiers, _ = self._engine.lookup(space, keys)
+        tiers, _ = self._engine.lookup(space, keys, keys.parent)
         return pb.PutResponse(blocks=len(tiers))
 
     @staticmethod
@@ -170,9 +170,16 @@ class ByteStreams:
         return parent is None or parent in space.blocks
 
     async def get(
-        self, space: SpaceIndex, epoch: int, keys: Sequence[bytes], deadline_seconds: float
+        self,
+        space: SpaceIndex,
+        epoch: int,
+        keys: Sequence[bytes],
+        deadline_seconds: float,
+        parent: bytes | None = None,
     ) -> AsyncGenerator[pb.GetResponse]:
         """Stream the leading run; each block's bytes stay in place while they are read.
+
+        `parent` is that of `SpaceIndex.run`.
 
         Raises:
             InvalidRequest: a key is named twice.
@@ -190,7 +197,9 @@ class ByteStreams:
             # The same keys may name blocks of other weights by now.
             self._engine.space(space.id, epoch)
             # Closed at once when the client goes away, so that nothing stays held.
-            async with aclosing(self._window(space, part, sent, deadline_seconds)) as stream:
+            before = keys[sent - 1] if sent else parent
+            window_of = self._window(space, part, sent, deadline_seconds, before)
+            async with aclosing(window_of) as stream:
                 async for item in stream:
                     if isinstance(item, Miss):
                         miss = item
@@ -206,10 +215,15 @@ class ByteStreams:
         yield pb.GetResponse(end=pb.GetEnd(blocks=sent, miss=miss_to_message(miss)))
 
     async def _window(
-        self, space: SpaceIndex, keys: Sequence[bytes], first: int, deadline_seconds: float
+        self,
+        space: SpaceIndex,
+        keys: Sequence[bytes],
+        first: int,
+        deadline_seconds: float,
+        parent: bytes | None,
     ) -> AsyncGenerator[tuple[pb.GetResponse, bool] | Miss]:
         counts = self._engine.counters.counts
-        read = self._engine.start_read(space, keys)
+        read = self._engine.start_read(space, keys, parent)
 
         def give_up() -> None:
             read.close()

@@ -47,6 +47,7 @@ from kvstore.server.admin_service import AdminService
 from kvstore.server.answers import has_left
 from kvstore.server.kept_pool import find_kept_pool
 from kvstore.server.kv_service import KVStoreService
+from kvstore.server.loop_slices import SliceSelector
 from kvstore.server.metrics import serve_metrics
 from kvstore.server.reading import CarefulServer
 from kvstore.server.sockets import BootSocket
@@ -233,7 +234,12 @@ async def _bind(
 
 
 async def _run(
-    config: ServeConfig, store: MetaStore, pool: Path, boot_id: bytes, saved: HostIndex | None
+    config: ServeConfig,
+    store: MetaStore,
+    pool: Path,
+    boot_id: bytes,
+    saved: HostIndex | None,
+    selector: SliceSelector,
 ) -> None:
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[str] = loop.create_future()
@@ -283,6 +289,7 @@ async def _run(
             metrics.enter_context(serve_metrics(engine, config.metrics))
         # From here on slots are granted; a start that failed before leaves everything as it was.
         engine.begin(host_index)
+        selector.measure(engine.counters)
         await server.start()
         for name in ["", *services]:
             await checker.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -346,7 +353,9 @@ def serve(config: ServeConfig) -> int:
             fresh = _SHARED_MEMORY / f"{prefix}{boot_id.hex()[:12]}"
             pool = fresh if saved is None else saved.pool
             remove_stale_pools(_SHARED_MEMORY, prefix, pool)
-            asyncio.run(_run(config, store, pool, boot_id, saved))
+            selector = SliceSelector()
+            with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+                runner.run(_run(config, store, pool, boot_id, saved, selector))
             store.mark_clean()
         finally:
             store.close()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import kvstore
 from kvstore.address import machine_id
+from kvstore.engine.long_calls import in_turns, lookup_in_turns, pin_in_turns
 from kvstore.errors import InvalidRequest, NotImplementedByServer
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc as rpc
@@ -19,6 +20,7 @@ from kvstore.tiers.base import Slot, TierName
 from kvstore.wire import (
     ALL_SHARDS,
     PROTOCOL_VERSION,
+    SLOT_NAME_DTYPE,
     miss_to_message,
     spec_from_message,
     unpack_keys,
@@ -34,13 +36,18 @@ if TYPE_CHECKING:
     from kvstore.engine import Engine
     from kvstore.engine.attachments import Attachment
     from kvstore.index import SpaceIndex
+    from kvstore.keys import Keys
 
     Context = aio.ServicerContext[Any, Any]
 
 __all__ = ["KVStoreService"]
 
 _MAX_COUNT = 1 << 20
+# Of a grant: about 2 µs each. Who asks for more asks again.
+_MOST_SLOTS = 16_384
+_COMMIT_ITEMS = 2_048
 _MAX_WAIT_MS = 3_600_000
+_SLOT_BYTES = SLOT_NAME_DTYPE.itemsize
 
 
 def _slots(packed: bytes) -> list[Slot]:
@@ -63,11 +70,22 @@ class KVStoreService(rpc.KVStoreServicer):
     def _space(self, ref: pb.SpaceRef) -> SpaceIndex:
         return self.engine.space(ref.id, ref.epoch)
 
-    def _keys(self, space: SpaceIndex, packed: bytes, *, may_be_empty: bool = False) -> list[bytes]:
+    def _keys(self, space: SpaceIndex, packed: bytes, *, may_be_empty: bool = False) -> Keys:
         keys = unpack_keys(packed, space.spec.key_bytes)
         if not len(keys) and not may_be_empty:
             raise InvalidRequest("keys", "must name at least one key")
-        return list(keys)
+        return keys
+
+    @staticmethod
+    def _parent(space: SpaceIndex, parent: bytes) -> bytes | None:
+        """Return the parent of a run as `SpaceIndex.run` takes it."""
+        if not parent:
+            return None
+        if len(parent) != space.spec.key_bytes:
+            raise InvalidRequest(
+                "parent", f"has {len(parent)} bytes, keys have {space.spec.key_bytes}"
+            )
+        return parent if any(parent) else b""
 
     def _writer(self, attachment_id: int) -> Attachment:
         return self.engine.attachments.writer(attachment_id)
@@ -116,7 +134,9 @@ class KVStoreService(rpc.KVStoreServicer):
         """Say how long a run is."""
         space = self._space(request.space)
         keys = self._keys(space, request.keys, may_be_empty=True)
-        tiers, miss = self.engine.lookup(space, keys)
+        tiers, miss = await lookup_in_turns(
+            self.engine, space, request.space.epoch, keys, self._parent(space, request.parent)
+        )
         return pb.LookupResponse(blocks=len(tiers), tiers=tiers, miss=miss_to_message(miss))
 
     @answering
@@ -137,6 +157,7 @@ class KVStoreService(rpc.KVStoreServicer):
             min(request.deadline_ms, _MAX_WAIT_MS) / 1e3,
             request.priority,
             rate,
+            self._parent(space, request.parent),
         )
         return pb.AcquireResponse(
             blocks=acquired.blocks,
@@ -170,10 +191,13 @@ class KVStoreService(rpc.KVStoreServicer):
             )
         writers = [self._writer(writer) for writer in request.writers]
         protect = list(unpack_keys(request.protect, space.spec.key_bytes))
-        count, present = request.count, 0
+        count, present = min(request.count, _MOST_SLOTS), 0
         if request.keys:
             keys = unpack_keys(request.keys, space.spec.key_bytes, request.parent)
-            present = len(self.engine.lookup(space, keys)[0])
+            parent = keys.parent or b""
+            tiers, _ = await lookup_in_turns(self.engine, space, request.space.epoch, keys, parent)
+            present = len(tiers)
+            owner = self._writer(request.attachment_id)
             count = min(count, len(keys) - present)
             if not space.has_parent(keys.parent):
                 return pb.ReserveResponse(shortage=pb.ReserveResponse.ORPHAN)
@@ -200,24 +224,35 @@ class KVStoreService(rpc.KVStoreServicer):
         space = self.engine.index.spaces.get(request.space.id)
         if space is None:
             space = self._space(request.space)
-        writer = self._writer(request.attachment_id)
         keys = self._keys(space, request.keys)
-        parents = unpack_parents(request.parents, space.spec.key_bytes)
-        slots = _slots(request.slots)
-        if not len(keys) == len(parents) == len(slots):
+        size = space.spec.key_bytes
+        slots = len(unpack_slot_names(request.slots))
+        if not len(keys) * size == len(request.parents) == slots * size:
             raise InvalidRequest(
-                "slots", f"{len(slots)} slots, {len(keys)} keys, {len(parents)} parents"
+                "slots", f"{slots} slots, {len(keys)} keys, {len(request.parents)} bytes of parents"
             )
         if request.shard != ALL_SHARDS and request.shard >= space.shape.shards:
             raise InvalidRequest("shard", f"{request.shard}, the space has {space.shape.shards}")
-        outcomes = self.engine.commit(
-            writer,
-            request.owner_id or writer.id,
-            request.grant_id,
-            None if request.shard == ALL_SHARDS else 1 << request.shard,
-            list(zip(slots, keys, parents, strict=True)),
-            space,
-        )
+        outcomes = bytearray()
+        async for at, end in in_turns(slots, _COMMIT_ITEMS):
+            writer = self._writer(request.attachment_id)
+            parents = unpack_parents(request.parents[at * size : end * size], size)
+            items = zip(
+                _slots(request.slots[at * _SLOT_BYTES : end * _SLOT_BYTES]),
+                keys[at:end],
+                parents,
+                strict=True,
+            )
+            outcomes += bytes(
+                self.engine.commit(
+                    writer,
+                    request.owner_id or writer.id,
+                    request.grant_id,
+                    None if request.shard == ALL_SHARDS else 1 << request.shard,
+                    list(items),
+                    space,
+                )
+            )
         return pb.CommitResponse(outcomes=bytes(outcomes))
 
     @answering
@@ -274,7 +309,8 @@ class KVStoreService(rpc.KVStoreServicer):
         space = self._space(request.space)
         keys = self._keys(space, request.keys, may_be_empty=True)
         deadline = min(request.deadline_ms, _MAX_WAIT_MS) / 1e3
-        stream = self._streams.get(space, request.space.epoch, keys, deadline)
+        parent = self._parent(space, request.parent)
+        stream = self._streams.get(space, request.space.epoch, keys, deadline, parent)
         async with contextlib.aclosing(stream):
             async for message in stream:
                 yield message
@@ -284,14 +320,18 @@ class KVStoreService(rpc.KVStoreServicer):
         """Pin a run."""
         space = self._space(request.space)
         keys = self._keys(space, request.keys)
-        return pb.PinResponse(blocks=await self.engine.pin(space, keys, request.ttl_ms / 1e3))
+        blocks = await pin_in_turns(
+            self.engine, space, request.space.epoch, keys, request.ttl_ms / 1e3
+        )
+        return pb.PinResponse(blocks=blocks)
 
     @answering
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
         """Undo pins."""
         space = self._space(request.space)
         keys = self._keys(space, request.keys, may_be_empty=True)
-        return pb.UnpinResponse(blocks=await self.engine.pins.unpin(space, keys or None))
+        named = keys if len(keys) else None
+        return pb.UnpinResponse(blocks=await self.engine.pins.unpin(space, named))
 
     @answering
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:
@@ -303,7 +343,8 @@ class KVStoreService(rpc.KVStoreServicer):
         if request.tier not in (pb.TIER_UNSPECIFIED, pb.TIER_HOST, pb.TIER_DISK):
             raise InvalidRequest("tier", f"{request.tier} is no tier")
         tier = TierName(request.tier) if request.tier else None
-        copies, skipped = await self.engine.removal.evict(space, keys or None, tier)
+        named = keys if len(keys) else None
+        copies, skipped = await self.engine.removal.evict(space, named, tier)
         return pb.EvictResponse(copies=copies, skipped=skipped)
 
     @answering

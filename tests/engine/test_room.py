@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,26 @@ from kvstore.tiers.base import TierName
 from kvstore.tiers.faulty import Fault, FaultKind, Faulty
 
 Make = Callable[..., World]
+
+
+def test_a_pool_that_gets_no_memory_for_now_refuses_no_space(
+    make_world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the machine's is not the client's: it is told to wait, not that it is wrong."""
+
+    async def story(world: World) -> None:
+        await until(lambda: world.host.state != "ok")
+        assert world.host.usage().capacity_bytes == 0
+        player = world.player()
+        space = await world.engine.open_space(spec_of("other"))
+        _, slots, shortage = await player.reserve(1, deadline=0.0, space=space)
+        assert (slots, shortage) == ([], Shortage.BUSY)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    make_world(disk_blocks=0).run(story)
 
 
 @pytest.mark.parametrize(("disk_blocks", "least", "most"), [(8, 12, 12), (24, 24, 36)])

@@ -29,31 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockIndex"]
 
-    def run(self, keys: Iterable[bytes], parent: bytes | None = None) -> list[Block]:
-        """Return the leading run of blocks that are there, in any tier, and hang on each other.
-
-        A block whose key fits but that hangs on something else is another chain's: hashes can
-        collide, and can be made to. Its bytes must not be taken for those that were asked for.
-
-        Args:
-            keys: in chain order.
-            parent: key of the block that the first one must hang on; empty: it must start a
-                chain; None: that is not known.
-        """
-        blocks = self.blocks
-        found: list[Block] = []
-        before = blocks.get(parent) if parent else None
-        if parent and before is None:
-            return found
-        checked = parent is not None
-        for key in keys:
-            block = blocks.get(key)
-            if block is None or (checked and block.parent is not before):
-                break
-            found.append(block)
-            before, checked = block, True
-        return found
-
 
 class BlockIndex:
     """All spaces' blocks and the order in which they may leave each tier.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvstore.index.block import Block
     from kvstore.space import SpaceSpec
 
@@ -45,3 +47,28 @@ class SpaceIndex:
         is checked when the block is complete.
         """
         return parent is None or parent in self.blocks or parent in self.pending_keys
+
+    def run(self, keys: Iterable[bytes], parent: bytes | None = None) -> list[Block]:
+        """Return the leading run of blocks that are there, in any tier, and hang on each other.
+
+        A block whose key fits but that hangs on something else is another chain's: hashes can
+        collide, and can be made to. Its bytes must not be taken for those that were asked for.
+
+        Args:
+            keys: in chain order.
+            parent: key of the block that the first one must hang on; empty: it must start a
+                chain; None: that is not known.
+        """
+        blocks = self.blocks
+        found: list[Block] = []
+        before = blocks.get(parent) if parent else None
+        if parent and before is None:
+            return found
+        checked = parent is not None
+        for key in keys:
+            block = blocks.get(key)
+            if block is None or (checked and block.parent is not before):
+                break
+            found.append(block)
+            before, checked = block, True
+        return found

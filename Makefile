@@ -2,13 +2,15 @@
 # second runs reuse it. PYTHON names the interpreter to build the environment with.
 PYTHON ?= python3
 ARGS ?=
+N ?= 300
+SEED ?=
 
 BIN := .venv/bin
 SETUP := $(PYTHON) scripts/setup_env.py
 MODEL := .cache/smollm2-fp32
 
 .DEFAULT_GOAL := help
-.PHONY: help venv vllm model demo test test-fast lint format bench wheel clean distclean
+.PHONY: help venv vllm model demo test test-fast crashtest lint format bench wheel clean distclean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '%-10s %s\n' "$$name" "$$text"; done
@@ -30,6 +32,9 @@ test: model ## Run every test, real vLLM engines included (about 15 minutes)
 
 test-fast: venv ## Run the tests that need no vLLM
 	@$(BIN)/python -m pytest -m "not vllm" $(ARGS)
+
+crashtest: venv ## Kill the store N times (300), at named points and at random; SEED=... repeats a run
+	@PYTHONPATH=$(CURDIR) $(BIN)/python tests/crash/crashtest.py --kills $(N) $(if $(SEED),--seed $(SEED))
 
 lint: venv ## Run ruff, mypy and import-linter
 	@$(BIN)/ruff check .

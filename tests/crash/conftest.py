@@ -1,0 +1,6 @@
+"""The crash test's own modules, and the engine's world."""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]

@@ -1,0 +1,277 @@
+"""Lives and deaths: forks one life after the other on the same directories, and kills each.
+
+The process that forks has no threads, and uses neither LMDB nor gRPC: a life costs a fork, not a
+start of the interpreter. What a life said before its end is what the next one must find.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+from crash_life import SHARED_MEMORY, Life, Task, live
+from crash_oracle import Oracle
+from crash_points import POINTS
+
+from kvstore.config import pool_prefix
+
+__all__ = ["KINDS", "Findings", "Line", "forked"]
+
+# Longer than any life: what is not over then hangs.
+LIFE_SECONDS: Final = 300.0
+# Kills on the same directories before new ones are made.
+LIVES_PER_DIRECTORY: Final = 12
+LOG_LINES: Final = 30
+KINDS: Final = {"wrong": "wrong bytes", "lost": "lost acknowledged blocks", "leak": "leaks"}
+
+
+@dataclass
+class Findings:
+    """What a run found.
+
+    Attributes:
+        kills: how often a life ended where.
+        problems: one line each, by kind.
+        checks: starts after which everything was compared.
+        served: blocks whose bytes were compared.
+        acknowledged: of those, the ones that had to be there.
+        kept: directories of lives that had problems.
+    """
+
+    kills: Counter[str] = field(default_factory=Counter)
+    problems: dict[str, list[str]] = field(default_factory=dict)
+    checks: int = 0
+    served: int = 0
+    acknowledged: int = 0
+    kept: list[Path] = field(default_factory=list)
+
+    @property
+    def problem_count(self) -> int:
+        return sum(map(len, self.problems.values()))
+
+    def add(self, kind: str, text: str) -> None:
+        self.problems.setdefault(kind, []).append(text)
+
+
+class Forked:
+    """A life that was forked, seen from its parent."""
+
+    def __init__(self, task: Task, log: Path) -> None:
+        self.ended = False
+        self._buffer = b""
+        self._pipe, theirs = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.close(self._pipe)
+                fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+                os.dup2(fd, 1)
+                os.dup2(fd, 2)
+                live(task, theirs)
+                code = 0
+            except BaseException:  # noqa: BLE001 - the boundary of a process
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        os.close(theirs)
+
+    def heard(self, deadline: float) -> list[Any] | None:
+        """Return the next thing that it says; None when time is up, or it has `ended`."""
+        while b"\n" not in self._buffer:
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([self._pipe], [], [], left)[0]:
+                return None
+            data = os.read(self._pipe, 1 << 16)
+            if not data:
+                self.ended = True
+                return None
+            self._buffer += data
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        event: list[Any] = json.loads(line)
+        return event
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Return its exit code, negative for a signal."""
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self._pipe)
+        return os.waitstatus_to_exitcode(status)
+
+
+@contextmanager
+def forked(task: Task, log: Path) -> Iterator[Forked]:
+    """Start a life; it is over when the block ends."""
+    life = Forked(task, log)
+    try:
+        yield life
+    except BaseException:
+        life.kill()
+        life.wait()
+        raise
+
+
+class Line:
+    """Lives one after the other, on directories that are replaced from time to time."""
+
+    def __init__(
+        self,
+        seed: int,
+        findings: Findings,
+        prepare: list[Callable[[Life], None]] | None = None,
+    ) -> None:
+        self.seed = seed
+        self.findings = findings
+        self.prepare = prepare or []
+        self.random = random.Random(seed)
+        self.lives = 0
+        self.directory = Path()
+        self.oracle = Oracle()
+        self.machine = "boot-0"
+        self._lived = 0
+        self._damaged = False
+
+    def __enter__(self) -> Self:
+        self._make()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.retire()
+
+    def _make(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="kvstore-crash-"))
+        self.oracle = Oracle()
+        self._lived = 0
+        self._damaged = False
+
+    @property
+    def worn(self) -> bool:
+        """Whether enough was lived on these directories."""
+        return self._lived >= LIVES_PER_DIRECTORY
+
+    def retire(self, *, keep: bool = False) -> None:
+        """Give the directories up."""
+        for pool in SHARED_MEMORY.glob(pool_prefix(self.directory / "state") + "*"):
+            shutil.rmtree(pool)
+        if keep:
+            self.findings.kept.append(self.directory)
+        else:
+            shutil.rmtree(self.directory)
+
+    def renew(self) -> None:
+        """Start afresh."""
+        self.retire()
+        self._make()
+
+    def damaged(self) -> None:
+        """Whoever owns this damaged something: blocks may be gone."""
+        self._damaged = True
+        self.oracle.forget_blocks()
+
+    def task(self, **what: object) -> Task:
+        self.lives += 1
+        self._lived += 1
+        return Task(
+            self.directory,
+            self.machine,
+            f"{self.seed}/{self.lives}",
+            self.oracle,
+            damaged=self._damaged,
+            prepare=self.prepare,
+            **what,  # type: ignore[arg-type]
+        )
+
+    def kill_at(self, point: str, hit: int = 1) -> bool:
+        """Kill a life at a named point; return whether it got there."""
+        how = POINTS[point]
+        if how.fresh:
+            self.renew()
+        if how.after:
+            self.kill_at(how.after)
+        task = self.task(theme=how.theme, point=point, hit=hit)
+        # Whatever runs on other threads gets a moment, or none.
+        delay = self.random.choice([0.0, self.random.uniform(0.0, 0.01)])
+        return self._watch(task, delay, stop_at="point") == point
+
+    def kill_any_time(self) -> None:
+        """Kill a life at some moment of its work, or of its start."""
+        starting = self.random.random() < 0.3
+        theme = self.random.choice(["flush", "grow", "shrink", "bump", "restart", "start", "start"])
+        seconds = self.random.uniform(0.0, 0.15) if starting else self.random.expovariate(4.0)
+        self._watch(self.task(theme=theme), seconds, stop_at="forked" if starting else "started")
+
+    def close(self) -> None:
+        """Let a life look at everything, and stop in order."""
+        self._watch(self.task(works=False), 0.0, stop_at="")
+
+    def _watch(self, task: Task, delay: float, stop_at: str) -> str:
+        """Kill a life `delay` seconds after it said `stop_at`, or is idle; return where it was."""
+        log = self.directory / f"life-{self.lives}.log"
+        before = self.findings.problem_count
+        where = "any time: while starting"
+        due = stop_at == "forked"
+        with forked(task, log) as life:
+            deadline = time.monotonic() + (delay if due else LIFE_SECONDS)
+            while (event := life.heard(deadline)) is not None:
+                where = self._note(event, where)
+                if event[0] == stop_at or (event[0] == "idle" and not due):
+                    due = True
+                    deadline = time.monotonic() + delay
+            if not life.ended:
+                if not due:
+                    self.findings.add("failed", f"life {self.lives} hangs, last seen {where}")
+                life.kill()
+                self.findings.kills[where] += 1
+                # What it said between the last look and its death counts as well.
+                while (event := life.heard(time.monotonic() + LIFE_SECONDS)) is not None:
+                    self._note(event, where)
+                life.wait()
+            elif (code := life.wait()) != 0:
+                self.findings.add("failed", f"life {self.lives} ended by itself with {code}")
+        self._read_log(log, task)
+        if self.findings.problem_count > before:
+            self.retire(keep=True)
+            self._make()
+        return where
+
+    def _note(self, event: list[Any], where: str) -> str:
+        """Take in what a life says; return where it is."""
+        self.oracle.apply(tuple(event))
+        match event:
+            case ["problem", str(kind), str(text)]:
+                self.findings.add(kind, f"life {self.lives}: {text}")
+            case ["checked", int(served), int(acknowledged)]:
+                self.findings.checks += 1
+                self.findings.served += served
+                self.findings.acknowledged += acknowledged
+                self._damaged = False
+            case ["started"]:
+                return "any time: while working"
+            case ["idle"]:
+                return "any time: when all was done"
+            case ["point", str(name)]:
+                return name
+        return where
+
+    def _read_log(self, log: Path, task: Task) -> None:
+        text = log.read_text(errors="replace") if log.exists() else ""
+        if "Traceback" in text or ("ERROR" in text and not task.damaged):
+            tail = "\n    ".join(text.splitlines()[-LOG_LINES:])
+            self.findings.add("failed", f"life {self.lives}: its log says\n    {tail}")
+        else:
+            log.unlink(missing_ok=True)

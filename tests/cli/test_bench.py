@@ -62,13 +62,17 @@ def test_the_baselines_move_the_bytes_that_they_claim(tmp_path: Path) -> None:
     assert read[half:] == memory.tobytes()[:half]
 
 
+LEGS = ("memory", "disk", "calls", "stream", "restart")
+
+
 @pytest.mark.slow
 def test_one_round(tmp_path: Path) -> None:
     """Every leg runs, checks what it moved, and leaves nothing behind."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "kvstore", "bench"),
-            *("--rounds", "1", "--json", "--dir", str(tmp_path)),
+            *("--rounds", "1", "--json", "--dir", str(tmp_path), "--restart-size", "128MiB"),
+            *(word for leg in LEGS for word in ("--only", leg)),
         ],
         capture_output=True,
         text=True,
@@ -92,6 +96,11 @@ def test_one_round(tmp_path: Path) -> None:
         "Acquire of 1,000 keys, client",
         "put, TCP stream",
         "get, TCP stream",
+        "restart with 128 MiB, exec to ready",
+        "restart with 128 MiB, SIGTERM to exit",
+        "restart with 128 MiB, ready to client attached",
+        "restart with 128 MiB, ready to 128 MiB read",
+        "restart with 128 MiB, ready to all checked",
     }
     assert all(figure["value"] > 0 for figure in figures.values())
     assert [n for n, f in figures.items() if f["target"] is not None] == [
@@ -100,5 +109,6 @@ def test_one_round(tmp_path: Path) -> None:
         "host to disk, synced",
         "disk to host, with digest",
         "Lookup of 1,000 keys, handler",
+        "restart with 128 MiB, exec to ready",
     ]
     assert list(tmp_path.iterdir()) == []

@@ -6,11 +6,14 @@ import contextlib
 import os
 import platform
 import tempfile
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
+
+from kvstore.units import parse_bytes
 
 __all__ = ["register"]
 
@@ -22,6 +25,11 @@ class Leg(StrEnum):
     DISK = "disk"
     CALLS = "calls"
     STREAM = "stream"
+    RESTART = "restart"
+
+
+# What is measured unless legs are named. A restart takes more memory than a small machine has.
+_USUAL: Final = (Leg.MEMORY, Leg.DISK, Leg.CALLS, Leg.STREAM)
 
 
 def bench(
@@ -41,8 +49,16 @@ def bench(
     ] = 9,
     only: Annotated[
         list[Leg] | None,
-        typer.Option("--only", metavar="LEG", help="memory, disk, calls or stream; repeatable."),
+        typer.Option(
+            "--only",
+            metavar="LEG",
+            help="memory, disk, calls, stream, or restart, which only runs when named; repeatable.",
+        ),
     ] = None,
+    restart_size: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Contents of host memory across a restart."),
+    ] = "4GiB",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print every sample as JSON; progress on stderr.")
     ] = False,
@@ -52,20 +68,23 @@ def bench(
     Starts daemons of its own. kvstore and its baselines are measured in turns, so that the ratio
     holds on a machine whose speed changes from minute to minute.
     """
-    from kvstore.cli.bench import calls, disk, memory, report, stream
+    from kvstore.cli.bench import calls, disk, memory, report, restart, stream
+    from kvstore.cli.bench.figure import Figure
     from kvstore.cli.child import interruptible
     from kvstore.cli.output import console, print_json, progress
 
-    legs = {
+    size = parse_bytes(restart_size)
+    legs: dict[Leg, Callable[[Path, int], list[Figure]]] = {
         Leg.MEMORY: memory.measure,
         Leg.DISK: disk.measure,
         Leg.CALLS: calls.measure,
         Leg.STREAM: stream.measure,
+        Leg.RESTART: lambda scratch, rounds: restart.measure(scratch, rounds, size),
     }
     say = progress(to_stderr=as_json)
     figures = []
     with interruptible():
-        for leg in only or list(Leg):
+        for leg in only or _USUAL:
             say(f"measuring: {leg}")
             with contextlib.ExitStack() as stack:
                 scratch = stack.enter_context(

@@ -16,7 +16,7 @@ from typing import Annotated, Final
 import typer
 
 from kvstore import __version__
-from kvstore.cli import admin, blocks, doctor, replay, serve, stats, verify
+from kvstore.cli import admin, blocks, doctor, explain, replay, serve, stats, verify
 from kvstore.cli.bench import command as bench
 from kvstore.cli.demo import command as demo
 from kvstore.errors import KVStoreError
@@ -43,6 +43,7 @@ for _register in (
     verify.register,
     doctor.register,
     replay.register,
+    explain.register,
     demo.register,
     bench.register,
 ):

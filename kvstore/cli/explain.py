@@ -1,0 +1,159 @@
+"""`kvstore explain`: why prompts share less of their prefix than they could."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from kvstore.cli.connect import JsonOption
+from kvstore.cli.output import console, count, make_table, print_json, shorten
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from kvstore.explain import Finding, Group, Kind, Report
+
+__all__ = ["register"]
+
+_COLUMNS: Final = 80
+_CONTEXT: Final = 24
+_VALUE: Final = 44
+_SPACES: Final = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽"})
+
+
+def _shown(text: str) -> str:
+    """Return text for one line of a terminal."""
+    return "".join(c if c.isprintable() else "�" for c in text.translate(_SPACES))
+
+
+def _value(text: str) -> str:
+    """Return a value; white space alone would not be seen."""
+    if not text:
+        return "(nothing)"
+    return _shown(text).replace(" ", "·") if text.isspace() else _shown(text)
+
+
+def _finding_text(finding: Finding) -> Text:
+    from rich.text import Text
+
+    place = finding.start
+    text = Text(f"{place.field}, character {place.field_offset:,} (line {finding.line})\n", "dim")
+    text.append(_shown(finding.before[-_CONTEXT:]))
+    first, *others = finding.variants
+    text.append(_value(first.text[:_VALUE]), "bold red")
+    text.append(_shown(finding.after[:_CONTEXT]))
+    for variant in others:
+        text.append(f"\n  line {variant.line}: ", "dim").append(
+            _value(variant.text[:_VALUE]), "red"
+        )
+    return text.append(f"\n→ {finding.advice}", "green")
+
+
+def _group_text(group: Group) -> Text:
+    from rich.text import Text
+
+    text = Text(_shown(group.prefix[:_CONTEXT]))
+    if len(group.prefix) > _CONTEXT:
+        text.append(f" … {_shown(group.before[-_CONTEXT:])}")
+    for variant in group.variants:
+        text.append(f"\n  line {variant.line}: ", "dim").append(
+            _value(variant.text[:_VALUE]), "red"
+        )
+    return text
+
+
+def _print(report: Report, path: Path, top: int, estimated: bool, out: Console) -> None:
+    how = "estimated at" if estimated else "measured"
+    print(
+        f"{shorten(path.name, 24)}: {report.prompts:,} prompts, "
+        f"{count(report.tokens(report.chars))} tokens "
+        f"({how} {report.chars_per_token:.3g} chars a token)"
+    )
+    now, after = report.computed_chars, report.computed_chars_after
+    print(
+        f"a perfect prefix cache reuses {report.reused_percent(now):.1f} % now, "
+        f"{report.reused_percent(after):.1f} % with these out of the way"
+    )
+    if report.findings:
+        rows = [
+            (f.kind, f.prompts, f"{count(report.tokens(f.chars_won))} won", _finding_text(f))
+            for f in report.findings[:top]
+        ]
+        _print_table("what varies", "where, and what to do", rows, out)
+        if len(report.findings) > top:
+            print(f"… and {len(report.findings) - top:,} more (--top, --json)")
+    else:
+        print("nothing varies before text that is the same: nothing to move")
+    if report.groups:
+        rows = [
+            (g.kind, g.prompts, f"{count(report.tokens(g.shared_chars))} shared", _group_text(g))
+            for g in report.groups[:top]
+        ]
+        _print_table(
+            "ends by", "prefixes in common: how they begin … and where they end", rows, out
+        )
+
+
+def _print_table(
+    left: str, right: str, rows: list[tuple[Kind, int, str, Text]], out: Console
+) -> None:
+    table = make_table("", [left])
+    table.add_column(right, overflow="fold")
+    for kind, prompts, tokens, text in rows:
+        name = kind.value.replace("_", " ")
+        about = f"{name}\n{count(prompts)} prompts\n{tokens}"
+        table.add_row(about, text, end_section=True)
+    out.print(table, width=min(_COLUMNS, out.width))
+
+
+def explain(
+    prompts: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PROMPTS",
+            help='JSON lines: {"prompt": "…"} or {"messages": […], "tools": […]}.',
+        ),
+    ],
+    top: Annotated[int, typer.Option(min=1, metavar="N", help="Rows to show.")] = 10,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A tokenizer.json, or a model's directory, to measure characters a token with; "
+            "without it 4 are assumed.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Explain why prompts share less of their prefix than they could.
+
+    Groups prompts by shared prefix, shows where they part, and what parts them while the text
+    behind it is the same: timestamps, ids, reordered JSON, white space. Tells how many tokens
+    moving it would save. Needs no daemon.
+    """
+    from kvstore.explain import (
+        CHARS_PER_TOKEN,
+        analyse,
+        measured_chars_per_token,
+        read_prompts,
+    )
+
+    read = read_prompts(prompts)
+    ratio = CHARS_PER_TOKEN
+    if tokenizer is not None:
+        ratio = measured_chars_per_token(read, tokenizer)
+    report = analyse(read, ratio)
+    if as_json:
+        print_json(
+            {"file": str(prompts), "tokens_estimated": tokenizer is None, **report.as_json()}
+        )
+    else:
+        _print(report, prompts, top, tokenizer is None, console())
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("explain")(explain)

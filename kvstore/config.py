@@ -200,6 +200,8 @@ class ServeConfig(BaseModel):
         gpu_pool: always ``"0"`` in this release.
         write_policy: when blocks are written to disk.
         disk_budget: bytes that may be written to disk in any 24 hours; None: no limit.
+        warm_up: most bytes that go from disk to the host tier at the start, those used last;
+            a quarter of the pool if not given.
         metrics: TCP address of the Prometheus endpoint; None: none.
         stop_timeout_s: how long a stop may flush.
         discard_host: ignore saved host contents at start.
@@ -225,6 +227,7 @@ class ServeConfig(BaseModel):
     gpu_pool: Annotated[str, BeforeValidator(_gpu_pool)] = "0"
     write_policy: WritePolicy = WritePolicy.THROUGH
     disk_budget: Annotated[DailyBytes, Field(ge=MIB)] | None = None
+    warm_up: Annotated[Size, Field(ge=0)] | None = None
     metrics: Annotated[AnyAddress, AfterValidator(_tcp)] | None = None
     stop_timeout_s: Annotated[Duration, Field(ge=0)] = Field(20.0, alias="stop_timeout")
     discard_host: bool = False

@@ -230,6 +230,8 @@ class ChildDaemon:
         command = [
             *(sys.executable, "-m", "kvstore", "serve"),
             *("--listen", self.address, "--state", str(directory / "state"), "--no-save-host"),
+            # What is measured is asked for.
+            *("--warm-up", "0"),
             *options,
         ]
         begin = time.monotonic()

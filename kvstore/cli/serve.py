@@ -68,6 +68,15 @@ def serve(
         str | None,
         _flag("--disk-budget", "Most bytes to write to disk in 24 hours, e.g. 500GiB.", "SIZE"),
     ] = None,
+    warm_up: Annotated[
+        str | None,
+        _flag(
+            "--warm-up",
+            "Most bytes to bring from disk to memory at the start, those used last; 0: nothing. "
+            "A quarter of the pool if not given.",
+            "SIZE",
+        ),
+    ] = None,
     io_threads: Annotated[
         int | None, _flag("--io-threads", "Threads of the disk tier.", "N")
     ] = None,
@@ -116,6 +125,7 @@ def serve(
         "gpu_pool": gpu_pool,
         "write_policy": write_policy,
         "disk_budget": disk_budget,
+        "warm_up": warm_up,
         "metrics": metrics,
         "stop_timeout": stop_timeout,
         "discard_host": discard_host,

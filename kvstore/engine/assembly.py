@@ -35,6 +35,7 @@ from kvstore.engine.scrubber import Scrubber
 from kvstore.engine.store_thread import StoreThread
 from kvstore.engine.tickets import Tickets
 from kvstore.engine.verifier import Verifier
+from kvstore.engine.warm_up import WarmUp
 from kvstore.engine.worth import Worth
 from kvstore.index import Block, BlockIndex, Flush, SpaceIndex
 from kvstore.prefetch.promoter import Promoter
@@ -85,6 +86,7 @@ class Assembly:
         grant_cap_bytes: int,
         flush_on_reuse: bool = False,
         budget: DiskBudget | None = None,
+        warm_up_bytes: int = 0,
     ) -> None:
         """Compose; `start` opens the tiers.
 
@@ -98,6 +100,7 @@ class Assembly:
             grant_cap_bytes: most that one client may be granted.
             flush_on_reuse: write policy `reused`.
             budget: limits what is written to disk; None: nothing does.
+            warm_up_bytes: most that is brought from disk to host at the start.
         """
         self.host = host
         self.disk = disk
@@ -112,6 +115,8 @@ class Assembly:
         self._flush_on_commit = flush_on_commit and not flush_on_reuse
         self._flush_on_reuse = flush_on_reuse
         self.budget = budget
+        self._warm_up_bytes = warm_up_bytes
+        self._warm_up: WarmUp | None = None
         self.index = BlockIndex(self._free_host, self._free_disk)
         self.grants = Grants(self.index, self._free_host, self._committed)
         self._store_thread = StoreThread(store)
@@ -195,6 +200,11 @@ class Assembly:
         if self.host.keep:
             self.host.remove_strays()
         self.room.closed = False
+        if self._warm_up_bytes and self.promoter is not None:
+            self._warm_up = WarmUp(
+                self.index, self.host, self.promoter, self.counters, self._warm_up_bytes
+            )
+            self._warm_up.start()
 
     def _adopt(self, saved: HostIndex) -> None:
         """Take in what an earlier daemon left in memory."""
@@ -331,6 +341,8 @@ class Assembly:
     async def _stop_upkeep(self) -> None:
         """Break off what goes on besides serving."""
         await self.resizer.stop()
+        if self._warm_up is not None:
+            await self._warm_up.stop()
         if self.scrubber is not None:
             await self.scrubber.stop()
 

@@ -192,6 +192,7 @@ def _build(config: ServeConfig, store: MetaStore, pool: Path) -> Engine:
         lease_ttl_seconds=config.lease_ttl_s,
         lease_cap_bytes=config.lease_cap,
         grant_cap_bytes=config.grant_cap,
+        warm_up_bytes=config.host_pool // 4 if config.warm_up is None else config.warm_up,
     )
 
 

@@ -70,6 +70,7 @@ class World:
         store_class: type[MetaStore] = MetaStore,
         flush_on_reuse: bool = False,
         budget: Callable[[Path], DiskBudget] | None = None,
+        warm_up_blocks: int = 0,
     ) -> None:
         self.directory = directory
         self.pools = pools
@@ -83,6 +84,7 @@ class World:
         self.store_class = store_class
         self.flush_on_reuse = flush_on_reuse
         self.budget = budget
+        self.warm_up_blocks = warm_up_blocks
         self.boots = itertools.count()
         self.host_index = directory / "state" / HOST_INDEX_NAME
         # The next boot checks what it adopts only once `may_check` is set.
@@ -141,6 +143,7 @@ class World:
             grant_cap_bytes=self.grant_cap,
             flush_on_reuse=self.flush_on_reuse,
             budget=None if self.budget is None else self.budget(state),
+            warm_up_bytes=self.warm_up_blocks * self.block_bytes,
         )
         self.may_check.clear()
         if self.hold_checks:

@@ -121,6 +121,13 @@ class Block:
         """Whether there is a host copy that may be read now."""
         return self.host is not None and not self.unchecked
 
+    @property
+    def fastest_tier(self) -> TierName:
+        """The fastest tier that has a copy."""
+        if self.gpu is not None:
+            return TierName.GPU
+        return TierName.DISK if self.host is None else TierName.HOST
+
     def slot(self, tier: TierName) -> Slot | None:
         """Return the slot of one tier's copy."""
         return (

@@ -42,6 +42,8 @@ _AUTO_SHARE: Final = 0.25
 _AUTO_CAP_BYTES: Final = 4 * GIB
 # One slab of the smallest size with room for a handful of blocks.
 _MIN_HOST_POOL_BYTES: Final = 16 * MIB
+# The rest is for engines: a pool that takes nearly all of a device was a slip of the keyboard.
+_MAX_GPU_SHARE: Final = 0.95
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USED: Final = Path("/sys/fs/cgroup/memory.current")
@@ -170,9 +172,27 @@ def _tcp(address: Address) -> Address:
 
 
 def _gpu_pool(value: object) -> object:
-    if str(value).strip() not in ("0", "0%"):
-        raise ValueError(f"{str(value)!r}: this release has no GPU tier; leave it at 0")
-    return "0"
+    """Return the pool's size per device: a part of its memory below 1, or bytes."""
+    text = str(value).strip()
+    if not text.endswith("%"):
+        size = _size(text) if isinstance(value, str) else value
+        if isinstance(size, int) and 0 < size < MIB:
+            raise ValueError(f"{text!r}: at least {format_bytes(MIB)}, or 0 for no pool")
+        return size
+    try:
+        part = float(text[:-1]) / 100
+    except ValueError:
+        raise ValueError(f"{text!r}: give a size, or a percentage of each device") from None
+    if not 0 <= part <= _MAX_GPU_SHARE:
+        raise ValueError(f"{text!r}: must be within 0% … {_MAX_GPU_SHARE:.0%}")
+    return part
+
+
+def _gpu_devices(value: object) -> object:
+    """Return names of devices from a list, or from a text with commas between them."""
+    if isinstance(value, str):
+        return () if value.strip() in ("", "all") else tuple(map(str.strip, value.split(",")))
+    return tuple(map(str, value)) if isinstance(value, list) else value
 
 
 def _per_day(value: object) -> object:
@@ -197,7 +217,10 @@ class ServeConfig(BaseModel):
             what ``/dev/shm`` and the cgroup allow, at most 4 GiB.
         disk: directory of the disk tier; None: there is no disk tier.
         disk_capacity: bytes of the disk tier; None: 80 % of the file system's free space.
-        gpu_pool: always ``"0"`` in this release.
+        gpu_pool: bytes of the GPU tier on each device; below 1: that part of the device's memory;
+            0: there is no GPU tier.
+        gpu_devices: devices of the GPU tier in the order of the ranks, as numbers or UUIDs; none:
+            all; ``simulated:N``: N devices of shared memory, to try the tier without a GPU.
         write_policy: when blocks are written to disk.
         disk_budget: bytes that may be written to disk in any 24 hours; None: no limit.
         warm_up: most bytes that go from disk to the host tier at the start, those used last;
@@ -224,7 +247,8 @@ class ServeConfig(BaseModel):
     host_pool: Annotated[Size, Field(ge=_MIN_HOST_POOL_BYTES)] = 0  # auto: see `_check`
     disk: Directory | None = None
     disk_capacity: Annotated[Size, Field(ge=_MIN_HOST_POOL_BYTES)] | None = None
-    gpu_pool: Annotated[str, BeforeValidator(_gpu_pool)] = "0"
+    gpu_pool: Annotated[float | int, BeforeValidator(_gpu_pool), Field(ge=0, strict=True)] = 0
+    gpu_devices: Annotated[tuple[str, ...], BeforeValidator(_gpu_devices)] = ()
     write_policy: WritePolicy = WritePolicy.THROUGH
     disk_budget: Annotated[DailyBytes, Field(ge=MIB)] | None = None
     warm_up: Annotated[Size, Field(ge=0)] | None = None
@@ -261,6 +285,8 @@ class ServeConfig(BaseModel):
             raise ValueError("listen: names an address twice")
         if self.heartbeat_s * 2 > self.lease_ttl_s:
             raise ValueError("heartbeat: must be at most half of lease_ttl")
+        if self.gpu_devices and not self.gpu_pool:
+            raise ValueError("gpu_devices: needs gpu_pool")
         if self.disk is None and self.disk_capacity is not None:
             raise ValueError("disk_capacity: needs disk")
         if self.disk is None and self.disk_budget is not None:

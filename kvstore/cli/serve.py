@@ -53,7 +53,12 @@ def serve(
         _flag("--disk-capacity", "Disk to take; 80 % of what is free.", "SIZE"),
     ] = None,
     gpu_pool: Annotated[
-        str | None, _flag("--gpu-pool", "GPU memory to take; only 0 for now.", "SIZE")
+        str | None,
+        _flag("--gpu-pool", "GPU memory to take on each device, e.g. 30% or 20GiB.", "SIZE"),
+    ] = None,
+    gpu_devices: Annotated[
+        str | None,
+        _flag("--gpu-devices", "Which devices, in the ranks' order, e.g. 0,1; all.", "LIST"),
     ] = None,
     write_policy: Annotated[
         str | None,
@@ -123,6 +128,7 @@ def serve(
         "disk": disk,
         "disk_capacity": disk_capacity,
         "gpu_pool": gpu_pool,
+        "gpu_devices": gpu_devices,
         "write_policy": write_policy,
         "disk_budget": disk_budget,
         "warm_up": warm_up,

@@ -98,11 +98,10 @@ def look_at_gpus(
 
 
 def check_gpus(seen: Gpus) -> Iterator[Finding]:
-    """Judge them. Nothing in this release needs one."""
+    """Judge them. Only the GPU tier needs one."""
     subject = "gpu"
-    none = "there is no GPU tier in this release; nothing to do"
     if not seen.driver and not seen.devices:
-        yield ok(subject, "no NVIDIA driver, no GPU", none)
+        yield ok(subject, "no NVIDIA driver, no GPU", "nothing to do: only --gpu-pool needs one")
     elif not seen.driver:
         yield warning(
             subject,
@@ -125,4 +124,5 @@ def check_gpus(seen: Gpus) -> Iterator[Finding]:
             f"kvikio {seen.kvikio}" if seen.kvikio else "no kvikio",
             f"nvidia-fs {seen.storage}" if seen.storage else "no GPUDirect Storage driver",
         ]
-        yield ok(subject, ", ".join(parts), none)
+        advice = "" if seen.cupy else "a GPU pool (--gpu-pool) needs CuPy: pip install cupy-cuda13x"
+        yield ok(subject, ", ".join(parts), advice)

@@ -18,6 +18,7 @@ from kvstore.engine.counters import Counters, UsageCounts
 from kvstore.engine.digester import Digester
 from kvstore.engine.disk_shrinker import DiskShrinker
 from kvstore.engine.flusher import Flusher
+from kvstore.engine.gpu_side import GpuSide
 from kvstore.engine.grants import Grants
 from kvstore.engine.host_index import remove_host_index
 from kvstore.engine.host_shrinker import HostShrinker
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from kvstore.engine.host_index import HostIndex
     from kvstore.index.lmdb_store import MetaStore
     from kvstore.tiers.disk import DiskTier
+    from kvstore.tiers.gpu import GpuTier
     from kvstore.tiers.host import HostTier
     from kvstore.tiers.slab import SlabGroup
 
@@ -64,6 +66,7 @@ class Assembly:
     Attributes:
         index: blocks and where they are.
         attachments: processes that use the daemon.
+        gpu_side: what the GPU tier adds; None without one.
         grants, leases: what they may write and read.
         reservations: who gets slots to write.
         removal: blocks that go other than for room.
@@ -80,6 +83,7 @@ class Assembly:
         disk: DiskTier | None,
         store: MetaStore,
         *,
+        gpu: GpuTier | None = None,
         flush_on_commit: bool,
         lease_ttl_seconds: float,
         lease_cap_bytes: int,
@@ -94,6 +98,7 @@ class Assembly:
             host: memory pool, not open yet.
             disk: disk tier, not open yet; None: there is none.
             store: open store for spaces, epochs, pins and disk records.
+            gpu: GPU tier, not open yet, which pins the host tier's memory; None: there is none.
             flush_on_commit: write policy `through`; else `evict`, unless `flush_on_reuse`.
             lease_ttl_seconds: silence after which a client's leases expire.
             lease_cap_bytes: most that one client may lease.
@@ -104,6 +109,7 @@ class Assembly:
         """
         self.host = host
         self.disk = disk
+        self.gpu = gpu
         self.store = store
         self.counters = Counters()
         self.usage: dict[bytes, UsageCounts] = {}
@@ -139,6 +145,7 @@ class Assembly:
         self.flusher: Flusher | None = None
         self.promoter: Promoter | None = None
         self.scrubber: Scrubber | None = None
+        self.gpu_side: GpuSide | None = None
         self.tickets = Tickets(self.index, self.leases, self._arrivals)
         self.pins = Pins(self.index, self._store_thread)
         self._housekeeper = Housekeeper(self.index, self.pins, self.tickets)
@@ -158,6 +165,10 @@ class Assembly:
         """
         async with contextlib.AsyncExitStack() as opened:
             opened.callback(self._shut_threads)
+            if self.gpu is not None:
+                # Before the host tier, whose memory it pins.
+                await self.gpu.open()
+                opened.push_async_callback(self.gpu.close)
             if saved is None:
                 await self.host.open()
             else:
@@ -182,6 +193,8 @@ class Assembly:
         if self.flusher is not None and self.promoter is not None:
             self.flusher.start()
             self.promoter.start()
+        if self.gpu_side is not None:
+            self.gpu_side.mover.start()
         self.digester.start()
         self.verifier.start()
         self.quarantine.start()
@@ -259,6 +272,18 @@ class Assembly:
             self._host_resized,
         )
         self.verifier.on_damaged = self.removal.corrupt_in_host
+        if self.gpu is not None:
+            self.gpu_side = GpuSide(
+                self.gpu,
+                self.host,
+                self.room,
+                self.index,
+                self.attachments,
+                self.counters,
+                loading=self._loading,
+                on_released=self._notify,
+            )
+            self.leases.gpu = self.tickets.gpu = self.gpu_side
         self.host.on_group = self._new_group
         self.host.on_no_room = self._notify
 
@@ -332,6 +357,10 @@ class Assembly:
         assert self.flusher is not None
         return bool(len(self.promoter)) or self.flusher.busy
 
+    def _loading(self) -> bool:
+        """Return whether clients load now, or wait for it."""
+        return bool(self.leases.count or (self.promoter is not None and len(self.promoter)))
+
     def _released(self) -> None:
         """Copies that were only looked at may leave again."""
         self._notify()
@@ -357,6 +386,8 @@ class Assembly:
         await self._stop_upkeep()
         await self.removal.stop()
         await self.digester.stop()
+        if self.gpu_side is not None:
+            await self.gpu_side.mover.stop()
         if self.promoter is not None:
             await self.promoter.stop()
         if self.flusher is not None:
@@ -369,6 +400,8 @@ class Assembly:
         self._shut_threads()
         self.control.close()
         await self.host.close()
+        if self.gpu is not None:
+            await self.gpu.close()
 
     def _shut_threads(self) -> None:
         self._store_thread.close()
@@ -379,7 +412,8 @@ class Assembly:
 
     def _may_let_go(self, promoting: bool) -> bool:
         """Return whether host slots are in use that may come back; see `HostRoom.held`."""
-        held = self.index.host_held
+        # Whoever holds a GPU copy keeps the last other one of its block as well.
+        held = self.index.host_held + self.index.gpu_held
         if promoting:
             held -= self.leases.held_waiting() + sum(read.held_waiting for read in self._reads)
         moving = self.promoter is not None and self.promoter.moving

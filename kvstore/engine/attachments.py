@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from kvstore.engine.events import ActiveEvent, BootEndEvent, Event, SlabEvent
+from kvstore.engine.events import (
+    ActiveEvent,
+    BootEndEvent,
+    Event,
+    SlabEvent,
+    SlabRetireEvent,
+)
 from kvstore.errors import AttachmentLost, InvalidRequest
 
 if TYPE_CHECKING:
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
     from kvstore.engine.grants import Grant
     from kvstore.engine.leases import Lease
     from kvstore.tiers.control import ControlFile
+    from kvstore.tiers.gpu_slab import GpuSlabGroup
     from kvstore.tiers.slab import SlabGroup
 
 __all__ = ["Attachment", "Attachments", "State"]
@@ -54,6 +61,7 @@ class Attachment:
         id: also the offset of its lock in the control file.
         mapped: it maps memory, hence holds a lock.
         shards: shards whose slabs it maps; empty means all.
+        devices: GPUs whose memory it can open, as UUIDs.
         groups: slab groups announced to it and not yet unmapped.
         leases: by the id that the client chose.
         owned: grants that it reserved, by the id that the client chose.
@@ -69,6 +77,7 @@ class Attachment:
     shards: frozenset[int]
     last_heard: float
     state: State = State.ATTACHING
+    devices: frozenset[str] = frozenset()
     outbox: asyncio.Queue[Event | None] = field(default_factory=asyncio.Queue)
     groups: set[int] = field(default_factory=set)
     leases: dict[int, Lease] = field(default_factory=dict)
@@ -121,6 +130,7 @@ class Attachments:
         self._on_gone = on_gone
         self._all: dict[int, Attachment] = {}
         self._groups: dict[int, SlabGroup] = {}
+        self._gpu_groups: dict[int, GpuSlabGroup] = {}
         self._reaper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -235,6 +245,32 @@ class Attachments:
         for attachment in self._all.values():
             if attachment.mapped and attachment.state is not State.SILENT:
                 attachment.send(SlabEvent(group))
+
+    def set_devices(self, attachment: Attachment, devices: frozenset[str]) -> None:
+        """Note which GPUs' memory a client can open, and tell it what lies there."""
+        attachment.devices = devices
+        for group in self._gpu_groups.values():
+            self._tell_gpu(attachment, group)
+
+    def announce_gpu(self, group: GpuSlabGroup) -> None:
+        """Tell every client that can open some of its devices about a new GPU slab group."""
+        self._gpu_groups[group.group] = group
+        for attachment in self._all.values():
+            self._tell_gpu(attachment, group)
+
+    @staticmethod
+    def _tell_gpu(attachment: Attachment, group: GpuSlabGroup) -> None:
+        here = any(slab.device_uuid in attachment.devices for slab in group.slabs)
+        if here and group.group not in attachment.groups:
+            attachment.send(SlabEvent(group))
+
+    def gpu_group_gone(self, group: int) -> None:
+        """Tell who knows a GPU slab group that it is no more."""
+        self._gpu_groups.pop(group, None)
+        for attachment in self._all.values():
+            if group in attachment.groups:
+                attachment.groups.discard(group)
+                attachment.send(SlabRetireEvent((group,)))
 
     def mapping(self, group: int) -> list[Attachment]:
         """Return who may still map a slab group; later ones are not told about it any more."""

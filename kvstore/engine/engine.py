@@ -25,7 +25,7 @@ from kvstore.index import Block, SpaceIndex
 from kvstore.miss import Miss
 from kvstore.outcomes import CommitOutcome
 from kvstore.syncpoint import reach
-from kvstore.tiers.base import Slot, TierName
+from kvstore.tiers.base import Slot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +86,7 @@ class Engine(Assembly):
     ) -> tuple[bytes, Miss]:
         """Return the fastest tier (`TierName`) of each block of the leading run; touch nothing."""
         run = space.run(keys, parent)
-        tiers = bytes(TierName.DISK if b.host is None else TierName.HOST for b in run)
+        tiers = bytes(block.fastest_tier for block in run)
         complete = len(run) == len(keys)
         return tiers, Miss() if complete else miss_of(self.index, space, keys[len(run)])
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from kvstore.miss import Miss
     from kvstore.tiers.base import Slot
+    from kvstore.tiers.gpu_slab import GpuSlabGroup
     from kvstore.tiers.slab import SlabGroup
 
 __all__ = [
@@ -46,7 +47,7 @@ class ActiveEvent:
 class SlabEvent:
     """A slab group is there to be mapped."""
 
-    group: SlabGroup
+    group: SlabGroup | GpuSlabGroup
 
 
 @dataclass(frozen=True, slots=True)

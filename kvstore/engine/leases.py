@@ -1,6 +1,7 @@
 """Leases: the right of an attached process to read some slots.
 
-A lease holds a leading run of host copies in place. With a deadline it waits for what follows on
+A lease holds a leading run of copies in memory in place: on the GPU where the holder can read them
+there, else in host. With a deadline it waits for what follows on
 disk, and grows in order as blocks land; blocks that land early are held too, so that eviction
 cannot take them before their turn. It ends by release, by silence of its holder, or by force
 (epoch bump); the holder finds out by comparing generations.
@@ -11,6 +12,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from kvstore.engine.events import (
     GenerationSlots,
@@ -23,6 +26,7 @@ from kvstore.engine.worth import REVIEW_SECONDS
 from kvstore.errors import InvalidRequest
 from kvstore.miss import Miss, MissReason
 from kvstore.tiers.base import TierName
+from kvstore.tiers.gpu_slab import FIRST_GPU_GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from kvstore.engine.arrivals import Arrivals
     from kvstore.engine.attachments import Attachment
     from kvstore.engine.counters import Counters
+    from kvstore.engine.gpu_side import GpuSide
     from kvstore.engine.worth import Pending, Worth
     from kvstore.index import Block, BlockIndex, SpaceIndex
     from kvstore.tiers.base import Slot
@@ -39,6 +44,7 @@ __all__ = ["Acquired", "Lease", "Leases"]
 
 # About 1 µs each, and the loop does nothing else meanwhile.
 _MOST_BLOCKS: Final = 16_384
+_NO_SLOTS: Final = GenerationSlots((), np.empty(0, np.uint64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,8 @@ class Lease:
     Attributes:
         run: the blocks it covers or waits for, in chain order.
         count: leading blocks that the holder has been told about.
-        held: indices of blocks whose host copy it holds.
+        held: indices of blocks of which it holds a copy: in host, or on the GPU if `on_gpu` has it.
+        on_gpu: indices of blocks whose GPU copy it holds.
         where: position of each awaited block in `run`.
         miss: why the run ends after its last block.
         holding: of the promoter's waiters: it holds what lands.
@@ -84,6 +91,7 @@ class Lease:
     miss: Miss
     count: int = 0
     held: set[int] = field(default_factory=set)
+    on_gpu: set[int] = field(default_factory=set)
     where: dict[Block, int] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
     review: asyncio.TimerHandle | None = None
@@ -135,6 +143,8 @@ class Leases:
         self._worth = worth
         self.count = 0
         self._growing: set[Lease] = set()
+        # Set when there is a GPU tier.
+        self.gpu: GpuSide | None = None
 
     def held_waiting(self) -> int:
         """Return how many references are held by leases that still wait for blocks."""
@@ -192,7 +202,7 @@ class Leases:
             return self._answer(existing, 0)
         if lease_id in attachment.released_early:
             # Its release has overtaken it: nobody would ever release it again.
-            return Acquired(0, self._slots(()), b"", False, Miss(MissReason.LEASE_LOST))
+            return Acquired(0, _NO_SLOTS, b"", False, Miss(MissReason.LEASE_LOST))
         run, miss = self.find_run(space, keys[:_MOST_BLOCKS], parent)
         if len(run) == _MOST_BLOCKS < len(keys):
             miss = Miss(MissReason.LEASE_CAP)
@@ -201,36 +211,52 @@ class Leases:
         if len(run) > affordable:
             del run[affordable:]
             miss = Miss(MissReason.LEASE_CAP)
-        in_host = next((i for i, b in enumerate(run) if not b.readable), len(run))
-        if in_host < len(run) and deadline_seconds <= 0:
-            late = run[in_host:]
+        gpu = self.gpu is not None and self.gpu.may_read(attachment, space.shape)
+        ready = next(
+            (i for i, b in enumerate(run) if not (b.readable or (gpu and b.gpu is not None))),
+            len(run),
+        )
+        if ready < len(run) and deadline_seconds <= 0:
+            late = run[ready:]
             miss = Miss(MissReason.DEADLINE, "disk" if late[0].host is None else "host")
             self._arrivals.hurry(late)
-            del run[in_host:]
+            del run[ready:]
         pending = None
-        if in_host < len(run):
+        if ready < len(run):
             seconds = 0.0
             if prefill_tokens_per_second > 0:
                 seconds = space.spec.block_tokens / prefill_tokens_per_second
-            worth, pending = self._worth.choose(run, seconds, deadline_seconds, priority)
+            here = [b.host is not None or (gpu and b.gpu is not None) for b in run]
+            worth, pending = self._worth.choose(run, here, seconds, deadline_seconds, priority)
             if worth < len(run):
                 miss = self._worth.declined()
                 del run[worth:]
         self._index.touch(run)
-        tiers = bytes(TierName.HOST if b.host is not None else TierName.DISK for b in run)
+        tiers = bytes(
+            TierName.GPU
+            if gpu and b.gpu is not None
+            else TierName.HOST
+            if b.host is not None
+            else TierName.DISK
+            for b in run
+        )
         lease = Lease(lease_id, self, attachment, space, run, tiers, miss)
         for i, block in enumerate(run):
             block.uses += 1
-            if block.readable:
+            if tiers[i] == TierName.GPU:
+                self._index.hold_gpu(block)
+                lease.held.add(i)
+                lease.on_gpu.add(i)
+            elif block.readable:
                 self._index.hold_host(block)
                 lease.held.add(i)
             else:
                 lease.where[block] = i
-        lease.count = in_host
+        lease.count = ready
         attachment.leases[lease_id] = lease
         attachment.leased_bytes += len(run) * block_bytes
         self.count += 1
-        self._count_hits(space, tiers[:in_host])
+        self._count_hits(space, tiers[:ready])
         if lease.where:
             self._growing.add(lease)
             loop = asyncio.get_running_loop()
@@ -247,19 +273,44 @@ class Leases:
     def _answer(self, lease: Lease, first: int) -> Acquired:
         return Acquired(
             blocks=lease.count,
-            slots=self._slots(lease.run[first : lease.count]),
+            slots=self._slots(lease, first),
             tiers=lease.tiers[first : lease.count],
             growing=lease.growing,
             miss=NO_MISS if lease.growing else lease.miss,
         )
 
-    def _slots(self, run: Sequence[Block]) -> GenerationSlots:
-        slots: list[Slot] = [b.host for b in run if b.host is not None]
-        return GenerationSlots(slots, self._host.generations(slots))
+    def _slots(self, lease: Lease, first: int) -> GenerationSlots:
+        """Return the slots of a lease's ready blocks from `first` on."""
+        slots: list[Slot] = []
+        for at in range(first, lease.count):
+            block = lease.run[at]
+            slot = block.gpu if at in lease.on_gpu else block.host
+            assert slot is not None
+            slots.append(slot)
+        if not lease.on_gpu or self.gpu is None:
+            return GenerationSlots(slots, self._host.generations(slots))
+        on_gpu = np.fromiter(
+            (slot.group >= FIRST_GPU_GROUP for slot in slots), np.bool_, len(slots)
+        )
+        generations = np.empty(len(slots), np.uint64)
+        generations[on_gpu] = self.gpu.tier.generations(
+            [slot for slot in slots if slot.group >= FIRST_GPU_GROUP]
+        )
+        generations[~on_gpu] = self._host.generations(
+            [slot for slot in slots if slot.group < FIRST_GPU_GROUP]
+        )
+        return GenerationSlots(slots, generations)
+
+    def _let_go(self, lease: Lease, at: int) -> None:
+        """Release the copy that a lease holds of one of its blocks."""
+        if at in lease.on_gpu:
+            self._index.release_gpu(lease.run[at])
+        else:
+            self._index.release_host(lease.run[at])
 
     def _count_hits(self, space: SpaceIndex, tiers: bytes) -> None:
         counts = self._counters.counts
-        for tier in (TierName.HOST, TierName.DISK):
+        for tier in TierName:
             blocks = tiers.count(tier)
             if blocks:
                 name = tier.name.lower()
@@ -279,7 +330,7 @@ class Leases:
         if lease.count > first:
             tiers = lease.tiers[first : lease.count]
             self._count_hits(lease.space, tiers)
-            slots = self._slots(lease.run[first : lease.count])
+            slots = self._slots(lease, first)
             lease.attachment.send(LeaseGrownEvent(lease.id, first, slots, tiers))
         self._finish_if_complete(lease)
 
@@ -295,7 +346,7 @@ class Leases:
         for i in range(at, len(lease.run)):
             if i in lease.held:
                 lease.held.discard(i)
-                self._index.release_host(lease.run[i])
+                self._let_go(lease, i)
         waiting = [b for b in dropped if lease.where.pop(b, None) is not None]
         if waiting:
             self._arrivals.cancel(waiting, lease)
@@ -366,7 +417,9 @@ class Leases:
         if lease.where:
             self._arrivals.cancel(list(lease.where), lease)
         for i in lease.held:
-            self._index.release_host(lease.run[i])
+            self._let_go(lease, i)
+        if self.gpu is not None:
+            self.gpu.lease_ended(lease)
         self._on_released()
 
     def end_all(self, attachment: Attachment) -> None:

@@ -6,15 +6,18 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvstore.engine.gpu_side import GpuRunWaiter
 from kvstore.engine.misses import miss_of
 from kvstore.engine.waiting import RunWaiter
 from kvstore.index import NEVER
 from kvstore.miss import Miss, MissReason
+from kvstore.tiers.base import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.engine.arrivals import Arrivals
+    from kvstore.engine.gpu_side import GpuSide
     from kvstore.engine.leases import Leases
     from kvstore.index import Block, BlockIndex, SpaceIndex
 
@@ -32,6 +35,12 @@ class _Ticket:
     miss: Miss
     waiter: RunWaiter
     deadline: float
+    tier: TierName
+
+    def has(self, block: Block) -> bool:
+        """Return whether a block is where it is wanted."""
+        there = block.gpu is not None if self.tier is TierName.GPU else block.readable
+        return there and not block.dead
 
 
 class Tickets:
@@ -42,6 +51,8 @@ class Tickets:
         self._index = index
         self._leases = leases
         self._arrivals = arrivals
+        # Set when there is a GPU tier.
+        self.gpu: GpuSide | None = None
         self._tickets: dict[int, _Ticket] = {}
 
     def __len__(self) -> int:
@@ -56,17 +67,18 @@ class Tickets:
         deadline_seconds: float,
         priority: int,
         wait_seconds: float,
+        tier: TierName = TierName.HOST,
     ) -> tuple[int, bool, Miss]:
-        """Ask for a run in host memory; join the ticket if it is known.
+        """Ask for a run in host memory, or on the GPU; join the ticket if it is known.
 
         Returns:
-            blocks of the leading run in host by now, whether nothing more is coming, and why the
+            blocks of the leading run there by now, whether nothing more is coming, and why the
             run ends.
         """
         loop = asyncio.get_running_loop()
         ticket = self._tickets.get(ticket_id)
         if ticket is None:
-            ticket = self._open(space, keys, deadline_seconds, priority)
+            ticket = self._open(space, keys, deadline_seconds, priority, tier)
             if len(self._tickets) >= _MAX_TICKETS:
                 self.cancel(next(iter(self._tickets)))
             self._tickets[ticket_id] = ticket
@@ -75,7 +87,7 @@ class Tickets:
         if loop.time() >= ticket.deadline:
             self._give_up(ticket)
         run = ticket.run
-        blocks = next((i for i, b in enumerate(run) if not b.readable or b.dead), len(run))
+        blocks = next((i for i, b in enumerate(run) if not ticket.has(b)), len(run))
         miss = ticket.miss
         if blocks < len(run):
             missing = run[blocks]
@@ -92,17 +104,29 @@ class Tickets:
         return blocks, not waiter.pending, miss
 
     def _open(
-        self, space: SpaceIndex, keys: Sequence[bytes], deadline_seconds: float, priority: int
+        self,
+        space: SpaceIndex,
+        keys: Sequence[bytes],
+        deadline_seconds: float,
+        priority: int,
+        tier: TierName,
     ) -> _Ticket:
         run, miss = self._leases.find_run(space, keys[:_MOST_BLOCKS])
         if len(run) == _MOST_BLOCKS < len(keys):
             miss = Miss(MissReason.LEASE_CAP)
         self._index.touch(run)
-        cold = [b for b in run if not b.readable]
-        waiter = RunWaiter(self._index, cold, hold=False)
         deadline = asyncio.get_running_loop().time() + (deadline_seconds or NEVER)
+        waiter: RunWaiter
+        if tier is TierName.GPU and self.gpu is not None:
+            wanted = [b for b in run if b.gpu is None]
+            waiter = GpuRunWaiter(self._index, wanted, self.gpu.mover)
+            self.gpu.mover.request([b for b in wanted if b.readable], waiter)
+        else:
+            wanted = run
+            waiter = RunWaiter(self._index, [b for b in run if not b.readable], hold=False)
+        cold = [b for b in wanted if not b.readable]
         self._arrivals.request(cold, waiter, priority, deadline)
-        return _Ticket(run, miss, waiter, deadline)
+        return _Ticket(run, miss, waiter, deadline, tier)
 
     def cancel(self, ticket_id: int) -> None:
         """Forget a ticket; what nobody else waits for and has not begun is dropped."""
@@ -121,4 +145,6 @@ class Tickets:
         waiter = ticket.waiter
         if waiter.pending:
             self._arrivals.cancel(list(waiter.pending), waiter)
+            if isinstance(waiter, GpuRunWaiter):
+                waiter.give_up()
         waiter.close()

@@ -111,6 +111,7 @@ class Worth:
     def choose(
         self,
         run: Sequence[Block],
+        here: Sequence[bool],
         block_seconds: float,
         deadline_seconds: float,
         priority: int,
@@ -118,7 +119,8 @@ class Worth:
         """Choose how many leading blocks of a run are worth their wait.
 
         Args:
-            run: blocks that are somewhere; those not in host are on disk.
+            run: blocks that are somewhere.
+            here: which of them are in memory; the others are on disk.
             block_seconds: what computing one takes; 0: not known.
             deadline_seconds: how long the client waits at most.
             priority: of the promotions.
@@ -128,14 +130,12 @@ class Worth:
         if promoter is None:
             return len(run), Pending(block_seconds, priority, now, 0.0, now + deadline_seconds)
         if self.stalled_seconds():
-            at_once = next((i for i, b in enumerate(run) if b.host is None), len(run))
+            at_once = next((i for i, ready in enumerate(here) if not ready), len(run))
             if at_once < len(run):
                 self._counters.counts["waits_declined_stalled"] += 1
             return at_once, Pending(block_seconds, priority, now, 0.0, now)
-        chosen = self._plan(
-            run, [b.host is not None for b in run], block_seconds, deadline_seconds, priority
-        )
-        cold = sum(b.host is None for b in run[: chosen.blocks])
+        chosen = self._plan(run, here, block_seconds, deadline_seconds, priority)
+        cold = list(here[: chosen.blocks]).count(False)
         counts = self._counters.counts
         if chosen.blocks < len(run):
             counts["waits_declined"] += 1

@@ -98,7 +98,10 @@ class AdminService(rpc.AdminServicer):
     ) -> pb.SetCapacityResponse:
         """Grow or shrink a tier."""
         if request.tier not in (pb.TIER_HOST, pb.TIER_DISK):
-            raise InvalidRequest("tier", "host or disk")
+            problem = "host or disk"
+            if request.tier == pb.TIER_GPU:
+                problem = "the gpu pool keeps its size while it serves; restart with --gpu-pool"
+            raise InvalidRequest("tier", problem)
         resized = await self.engine.resizer.resize(
             TierName(request.tier), request.bytes, (request.deadline_ms or _RESIZE_MS) / 1e3
         )

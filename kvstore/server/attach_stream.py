@@ -21,10 +21,11 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.server.answers import fail
 from kvstore.server.packing import pack_generation_slots
+from kvstore.server.slab_messages import slab_messages
 from kvstore.wire import MAX_KEYS, miss_to_message
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
     from grpc import aio
 
@@ -37,6 +38,7 @@ __all__ = ["AttachStream"]
 log = logging.getLogger(__name__)
 
 _NAME_CHARS: Final = 200
+_MAX_DEVICES: Final = 1024
 
 
 def _printable(name: str) -> str:
@@ -68,6 +70,7 @@ class AttachStream:
             mapped=first.open.map_memory,
             shards=frozenset(first.open.shards),
         )
+        self._set_devices(attachment, first.open.devices)
         reader = asyncio.create_task(self._read(attachment, requests), name="attach-reader")
         try:
             yield pb.AttachDown(
@@ -110,6 +113,8 @@ class AttachStream:
                         groups = list(message.unmapped.groups)
                         attachment.groups.difference_update(groups)
                         self._engine.room.unmapped(attachment.id, groups)
+                    case "devices":
+                        self._set_devices(attachment, message.devices.uuids)
                     case "detach":
                         attachments.detach(attachment)
                         return
@@ -118,6 +123,11 @@ class AttachStream:
         finally:
             # Ends the writer, and with it the stream.
             attachment.outbox.put_nowait(None)
+
+    def _set_devices(self, attachment: Attachment, uuids: Sequence[str]) -> None:
+        if len(uuids) > _MAX_DEVICES:
+            raise InvalidRequest("devices", f"names more than {_MAX_DEVICES}")
+        self._engine.attachments.set_devices(attachment, frozenset(uuids))
 
     def _report(self, usage: pb.Usage) -> None:
         counts = UsageCounts(
@@ -138,21 +148,7 @@ class AttachStream:
             case ActiveEvent():
                 yield pb.AttachDown(active=pb.Active())
             case SlabEvent(group=group):
-                for slab in group.slabs:
-                    if attachment.shards and slab.shard not in attachment.shards:
-                        continue
-                    yield pb.AttachDown(
-                        slab=pb.Slab(
-                            group=group.group,
-                            shard=slab.shard,
-                            tier=pb.TIER_HOST,
-                            slot_bytes=slab.slot_bytes,
-                            slots=slab.slots,
-                            data_offset=slab.data_offset,
-                            length=slab.length,
-                            path=str(slab.path),
-                        )
-                    )
+                yield from slab_messages(attachment, group)
             case SlabRetireEvent(groups=groups):
                 yield pb.AttachDown(retire=pb.SlabRetire(groups=groups))
             case LeaseGrownEvent():

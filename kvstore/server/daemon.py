@@ -45,6 +45,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc as rpc
 from kvstore.server.admin_service import AdminService
 from kvstore.server.answers import has_left
+from kvstore.server.gpu_pool import gpu_tier
 from kvstore.server.kept_pool import find_kept_pool
 from kvstore.server.kv_service import KVStoreService
 from kvstore.server.loop_slices import SliceSelector
@@ -172,7 +173,8 @@ def _disk_capacity(config: ServeConfig) -> int:
 
 
 def _build(config: ServeConfig, store: MetaStore, pool: Path) -> Engine:
-    host = HostTier(pool, config.host_pool)
+    gpu = gpu_tier(config, pool)
+    host = HostTier(pool, config.host_pool, pinner=gpu)
     disk = budget = None
     if config.disk is not None:
         try:
@@ -186,6 +188,7 @@ def _build(config: ServeConfig, store: MetaStore, pool: Path) -> Engine:
         host,
         disk,
         store,
+        gpu=gpu,
         flush_on_commit=config.write_policy is WritePolicy.THROUGH,
         flush_on_reuse=config.write_policy is WritePolicy.REUSED,
         budget=budget,
@@ -207,7 +210,13 @@ def _ready_line(
     host = format_bytes(config.host_pool).replace(" ", "")
     if engine.adopted_blocks:
         host += f":{engine.adopted_blocks}blocks"
-    return f"kvstore ready listen={listen} boot_id={boot_id.hex()} host={host} disk={disk} gpu=none"
+    gpu = "none"
+    if engine.gpu is not None:
+        size = format_bytes(engine.gpu.usage().capacity_bytes).replace(" ", "")
+        gpu = f"{size}:{len(engine.gpu.devices)}devices"
+    return (
+        f"kvstore ready listen={listen} boot_id={boot_id.hex()} host={host} disk={disk} gpu={gpu}"
+    )
 
 
 async def _bind(

@@ -107,6 +107,9 @@ class Doctor:
         """Say how the tiers are: what the daemon alone knows."""
         engine = self._engine
         states = [("host tier", engine.host.state, "")]
+        if engine.gpu is not None:
+            names = ", ".join(device.name for device in engine.gpu.devices)
+            states.append(("gpu tier", engine.gpu.state, f" on {names}"))
         if engine.disk is not None:
             states.append(("disk tier", engine.disk.state, f", {engine.disk.io_engine}"))
         found = []

@@ -87,6 +87,10 @@ class KVStoreService(rpc.KVStoreServicer):
             )
         return parent if any(parent) else b""
 
+    def _check_gpu(self, tier: int) -> None:
+        if tier == pb.TIER_GPU and self.engine.gpu is None:
+            raise InvalidRequest("tier", "this daemon has no gpu tier")
+
     def _writer(self, attachment_id: int) -> Attachment:
         return self.engine.attachments.writer(attachment_id)
 
@@ -97,7 +101,8 @@ class KVStoreService(rpc.KVStoreServicer):
             raise InvalidRequest(
                 "protocol_version", f"{request.protocol_version} is not {PROTOCOL_VERSION}"
             )
-        tiers = [TierName.HOST] + ([TierName.DISK] if self.engine.disk is not None else [])
+        tiers = [TierName.GPU] if self.engine.gpu is not None else []
+        tiers += [TierName.HOST] + ([TierName.DISK] if self.engine.disk is not None else [])
         return pb.HelloResponse(
             protocol_version=PROTOCOL_VERSION,
             server_version=kvstore.__version__,
@@ -273,8 +278,9 @@ class KVStoreService(rpc.KVStoreServicer):
         """Promote a run."""
         space = self._space(request.space)
         keys = self._keys(space, request.keys)
-        if request.tier not in (pb.TIER_UNSPECIFIED, pb.TIER_HOST):
-            raise InvalidRequest("tier", "this daemon promotes to host only")
+        if request.tier not in (pb.TIER_UNSPECIFIED, pb.TIER_HOST, pb.TIER_GPU):
+            raise InvalidRequest("tier", "must be host or gpu")
+        self._check_gpu(request.tier)
         if not 0 < request.ticket_id < 1 << 63:
             raise InvalidRequest("ticket_id", "must be a non-zero 63-bit number")
         blocks, done, miss = await self.engine.tickets.prefetch(
@@ -284,6 +290,7 @@ class KVStoreService(rpc.KVStoreServicer):
             request.deadline_ms / 1e3,
             request.priority,
             min(request.wait_ms, _MAX_WAIT_MS) / 1e3,
+            TierName(request.tier or pb.TIER_HOST),
         )
         return pb.PrefetchResponse(blocks=blocks, done=done, miss=miss_to_message(miss))
 
@@ -338,10 +345,9 @@ class KVStoreService(rpc.KVStoreServicer):
         """Remove copies."""
         space = self._space(request.space)
         keys = self._keys(space, request.keys, may_be_empty=True)
-        if request.tier == pb.TIER_GPU:
-            raise InvalidRequest("tier", "this daemon has no gpu tier")
-        if request.tier not in (pb.TIER_UNSPECIFIED, pb.TIER_HOST, pb.TIER_DISK):
+        if request.tier not in pb.Tier.values():
             raise InvalidRequest("tier", f"{request.tier} is no tier")
+        self._check_gpu(request.tier)
         tier = TierName(request.tier) if request.tier else None
         named = keys if len(keys) else None
         copies, skipped = await self.engine.removal.evict(space, named, tier)

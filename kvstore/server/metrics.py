@@ -39,6 +39,26 @@ class EngineCollector(Collector):
         engine = self._engine
         spaces = list(engine.index.spaces.values())
         tiers = [("host", engine.host.usage(), sum(s.host_blocks for s in spaces))]
+        if engine.gpu is not None:
+            tiers.append(("gpu", engine.gpu.usage(), sum(s.gpu_blocks for s in spaces)))
+            yield CounterMetricFamily(
+                "kvstore_gpu_copied_bytes_in",
+                "Into the GPU pool.",
+                value=engine.gpu.copied_in_bytes,
+            )
+            yield CounterMetricFamily(
+                "kvstore_gpu_copied_bytes_out", "Out of it.", value=engine.gpu.copied_out_bytes
+            )
+            yield CounterMetricFamily(
+                "kvstore_gpu_pin_failures",
+                "Pieces of host memory that could not be locked for DMA.",
+                value=engine.gpu.pin_failures,
+            )
+            yield GaugeMetricFamily(
+                "kvstore_gpu_degraded",
+                "1 after a device has failed: the pool is out of service.",
+                value=int(engine.gpu.state != "ok"),
+            )
         if engine.disk is not None:
             tiers.append(("disk", engine.disk.usage(), sum(s.disk_blocks for s in spaces)))
         capacity = GaugeMetricFamily("kvstore_tier_capacity_bytes", "Limit.", labels=["tier"])

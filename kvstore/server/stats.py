@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from kvstore.engine import Engine
     from kvstore.index import SpaceIndex
+    from kvstore.tiers.gpu import GpuTier
 
 __all__ = ["space_infos", "stats_message"]
 
@@ -58,6 +59,7 @@ def space_infos(engine: Engine) -> list[pb.SpaceInfo]:
             space=pb.SpaceRef(id=space.id, epoch=space.epoch),
             spec=spec_to_message(space.spec),
             blocks=len(space.blocks),
+            blocks_gpu=space.gpu_blocks,
             blocks_host=space.host_blocks,
             blocks_disk=space.disk_blocks,
             pinned=pinned.get(space.id, 0),
@@ -72,13 +74,43 @@ def space_infos(engine: Engine) -> list[pb.SpaceInfo]:
     return fitting
 
 
+def _gpu_tier(engine: Engine, gpu: GpuTier) -> pb.TierStats:
+    counts = engine.counters.counts
+    usage = gpu.usage()
+    return pb.TierStats(
+        tier=pb.TIER_GPU,
+        capacity_bytes=usage.capacity_bytes,
+        used_bytes=usage.used_bytes,
+        allocated_bytes=usage.allocated_bytes,
+        blocks=sum(s.gpu_blocks for s in engine.index.spaces.values()),
+        free_blocks=sum(gpu.free_blocks(s) for s in {g.shape for g in gpu.groups()}),
+        hit_blocks=counts["hit_blocks_gpu"],
+        hit_tokens=counts["hit_tokens_gpu"],
+        evicted_blocks=counts["evicted_blocks_gpu"],
+        read_bytes=gpu.copied_out_bytes,
+        written_bytes=gpu.copied_in_bytes,
+        state=gpu.state,
+        io_engine="host",
+        devices=[
+            pb.DeviceStats(
+                uuid=device.uuid,
+                name=device.name,
+                capacity_bytes=part.capacity_bytes,
+                allocated_bytes=part.allocated_bytes,
+            )
+            for device, part in zip(gpu.devices, gpu.device_usage(), strict=True)
+        ],
+    )
+
+
 def _tiers(engine: Engine) -> list[pb.TierStats]:
     counts = engine.counters.counts
     spaces = engine.index.spaces.values()
     shapes = {space.shape for space in spaces}
     host = engine.host
     usage = host.usage()
-    tiers = [
+    tiers = [] if engine.gpu is None else [_gpu_tier(engine, engine.gpu)]
+    tiers.append(
         pb.TierStats(
             tier=pb.TIER_HOST,
             capacity_bytes=usage.capacity_bytes,
@@ -92,7 +124,7 @@ def _tiers(engine: Engine) -> list[pb.TierStats]:
             evicted_blocks=counts["evicted_blocks_host"],
             state=host.state,
         )
-    ]
+    )
     disk = engine.disk
     if disk is not None:
         usage = disk.usage()

@@ -328,7 +328,7 @@ def test_gpu_that_nobody_reaches() -> None:
         check_gpus(Gpus(1, 1, "570.1", cuda="12.8", kvikio="26.4")),
         OK,
         "1 GPU, driver 570.1, CUDA 12.8, no cupy, kvikio 26.4, no GPUDirect Storage driver",
-        "no GPU tier in this release",
+        "needs CuPy",
     )
     whole = Gpus(2, 2, "570.1", "12.8", "14.0", "26.4", "2.24")
     says(check_gpus(whole), OK, "2 GPUs", "cupy 14.0", "nvidia-fs 2.24")

@@ -1,0 +1,329 @@
+"""Moves between host memory and the GPU pool.
+
+Up: what somebody asks for (`request`), and, behind it, what was leased from host memory and let go
+of (`used`): its next use comes from the GPU. Down: hot copies that have to leave and are on disk
+otherwise, while host has room. Bytes in host were checked when they arrived there; on the way down
+they are checked again.
+
+A move holds its source and its destination until the device has finished. What is to come by use
+only is paced while anybody loads: one batch, then a pause as long. A block that is gone, or has a
+GPU copy already, when its turn comes is skipped.
+
+After a crash nothing is left: the pool was the process's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol
+
+from kvstore.errors import TierError
+from kvstore.miss import MissReason
+from kvstore.tiers.base import Outcome, TierName, Transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kvstore.engine.counters import Counters
+    from kvstore.engine.gpu_room import GpuRoom
+    from kvstore.engine.room import HostRoom
+    from kvstore.index import Block, BlockIndex
+    from kvstore.space import BlockShape
+    from kvstore.tiers.base import Slot
+    from kvstore.tiers.gpu import GpuTier
+
+__all__ = ["GpuMover", "GpuWaiter"]
+
+log = logging.getLogger(__name__)
+
+# Large enough that the bus, not the submitting, takes the time.
+_BATCH_BYTES: Final = 64 << 20
+_BATCHES_AT_ONCE: Final = 2
+# A load that begins waits for no more than this on the bus.
+_PACED_BATCH_BYTES: Final = 16 << 20
+_PAUSE_SECONDS: Final = 0.001
+_ONLY_FREE: Final = -1
+
+
+class GpuWaiter(Protocol):
+    """Who waits for GPU copies. Called on the event loop; must not block or raise."""
+
+    def arrived(self, block: Block) -> None:
+        """The block has a GPU copy now."""
+
+    def failed(self, block: Block, reason: MissReason) -> None:
+        """It is not getting one."""
+
+
+@dataclass(eq=False, slots=True)
+class _Ascent:
+    block: Block
+    waiters: list[GpuWaiter] = field(default_factory=list)
+    held: bool = False  # the host copy: somebody waits
+    moving: bool = False
+
+
+class GpuMover:
+    """Copies blocks up and down."""
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        host_room: HostRoom,
+        gpu: GpuTier,
+        room: GpuRoom,
+        counters: Counters,
+        *,
+        loading: Callable[[], bool],
+        on_released: Callable[[], None],
+    ) -> None:
+        """Compose.
+
+        Args:
+            index: gets the new copies.
+            host_room: of host memory.
+            gpu: the tier.
+            room: in it.
+            counters: of what happened.
+            loading: whether anybody loads now.
+            on_released: host copies may leave that could not before.
+        """
+        self._index = index
+        self._host_room = host_room
+        self._gpu = gpu
+        self._room = room
+        self._counters = counters
+        self._loading = loading
+        self._on_released = on_released
+        self._ascents: dict[Block, _Ascent] = {}
+        self._wanted: OrderedDict[Block, _Ascent] = OrderedDict()
+        self._later: OrderedDict[Block, _Ascent] = OrderedDict()
+        self._later_bytes = 0
+        self._work = asyncio.Event()
+        self._paced = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._tasks = [
+            asyncio.create_task(self._serve(), name=f"gpu-mover-{i}")
+            for i in range(_BATCHES_AT_ONCE)
+        ]
+
+    async def stop(self) -> None:
+        """Stop; what is on the bus finishes first."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def __len__(self) -> int:
+        """Return the number of blocks queued or on their way up."""
+        return len(self._ascents)
+
+    def used(self, run: Sequence[Block]) -> None:
+        """Blocks that were just used, in chain order: copy them up when there is time."""
+        if self._gpu.state != "ok":
+            return
+        for block in run:
+            if (
+                block.readable
+                and block.gpu is None
+                and not block.dead
+                and block not in self._ascents
+            ):
+                self._ascents[block] = self._later[block] = _Ascent(block)
+                self._later_bytes += block.space.shape.block_bytes
+        limit = self._gpu.usage().capacity_bytes
+        while self._later_bytes > limit:
+            # What was used first is least worth it by now.
+            self._forget(next(iter(self._later.values())))
+            self._counters.counts["gpu_promotions_dropped"] += 1
+        self._work.set()
+
+    def request(self, blocks: Iterable[Block], waiter: GpuWaiter) -> None:
+        """Copy blocks that are readable in host up soon, and tell the waiter about each."""
+        for block in blocks:
+            if block.gpu is not None or self._gpu.state != "ok":
+                self._tell(block, [waiter])
+                continue
+            ascent = self._ascents.get(block)
+            if ascent is None:
+                ascent = self._ascents[block] = _Ascent(block)
+            ascent.waiters.append(waiter)
+            if not ascent.moving and block not in self._wanted:
+                if self._later.pop(block, None) is not None:
+                    self._later_bytes -= block.space.shape.block_bytes
+                self._wanted[block] = ascent
+                self._index.hold_host(block)
+                ascent.held = True
+        self._work.set()
+
+    def cancel(self, blocks: Iterable[Block], waiter: GpuWaiter) -> None:
+        """Take a waiter away; what nobody waits for and has not begun is dropped."""
+        for block in blocks:
+            ascent = self._ascents.get(block)
+            if ascent is not None and waiter in ascent.waiters:
+                ascent.waiters.remove(waiter)
+                if not ascent.waiters and not ascent.moving:
+                    self._forget(ascent)
+
+    def _forget(self, ascent: _Ascent) -> list[GpuWaiter]:
+        """Take an ascent off every list; return who waits for it."""
+        block = ascent.block
+        del self._ascents[block]
+        self._wanted.pop(block, None)
+        if self._later.pop(block, None) is not None:
+            self._later_bytes -= block.space.shape.block_bytes
+        if ascent.held:
+            ascent.held = False
+            self._index.release_host(block)
+            self._on_released()
+        return ascent.waiters
+
+    def _tell(
+        self, block: Block, waiters: Sequence[GpuWaiter], reason: MissReason = MissReason.IO_ERROR
+    ) -> None:
+        for waiter in waiters:
+            if block.gpu is not None and not block.dead:
+                waiter.arrived(block)
+            else:
+                waiter.failed(block, MissReason.OTHER_EPOCH if block.dead else reason)
+
+    async def _serve(self) -> None:
+        while True:
+            try:
+                if self._wanted:
+                    await self._ascend(self._next(self._wanted, _BATCH_BYTES))
+                elif self._later and not self._loading():
+                    await self._ascend(self._next(self._later, _BATCH_BYTES))
+                elif self._later and not self._paced.locked():
+                    await self._ascend_paced()
+                else:
+                    self._work.clear()
+                    await self._work.wait()
+            except TierError as error:
+                log.warning("copying to the gpu failed: %s", error)
+            except Exception:
+                # The boundary of a batch: what one of them met must not end the service of all.
+                log.exception("copying to the gpu failed")
+
+    async def _ascend_paced(self) -> None:
+        """Move a little, then leave the bus to others for as long."""
+        loop = asyncio.get_running_loop()
+        async with self._paced:
+            begun = loop.time()
+            await self._ascend(self._next(self._later, _PACED_BATCH_BYTES))
+            await asyncio.sleep(max(_PAUSE_SECONDS, loop.time() - begun))
+        self._work.set()
+
+    def _next(self, queue: OrderedDict[Block, _Ascent], limit: int) -> list[_Ascent]:
+        """Take the first ascents of one shape off a queue, up to a batch."""
+        batch: list[_Ascent] = []
+        size = 0
+        while queue:
+            block, ascent = next(iter(queue.items()))
+            shape = block.space.shape
+            if batch and (shape != batch[0].block.space.shape or size + shape.block_bytes > limit):
+                break
+            if block.dead or block.gpu is not None or not block.readable:
+                self._tell(block, self._forget(ascent))
+                continue
+            del queue[block]
+            if queue is self._later:
+                self._later_bytes -= shape.block_bytes
+            ascent.moving = True
+            if not ascent.held:
+                self._index.hold_host(block)
+                ascent.held = True
+            batch.append(ascent)
+            size += shape.block_bytes
+        return batch
+
+    async def _ascend(self, batch: Sequence[_Ascent]) -> None:
+        """Copy a batch up as far as there is room; the batch is over then, whatever happens."""
+        if not batch:
+            return
+        slots: list[Slot] = []
+        outcomes: list[Outcome] = []
+        begun = asyncio.get_running_loop().time()
+        try:
+            shape = batch[0].block.space.shape
+            slots = await self._slots(shape, len(batch), max(a.block.sequence for a in batch))
+            transfers = []
+            for ascent, slot in zip(batch, slots, strict=False):
+                block = ascent.block
+                assert block.host is not None
+                views = self._host_room.views(block.host)
+                lengths = block.space.spec.shard_bytes
+                transfers.append(Transfer(slot, views, lengths, block.digests))
+            outcomes = await self._gpu.write(transfers)
+        finally:
+            # Also when cancelled: by then the device has finished.
+            landed = 0
+            for at, ascent in enumerate(batch):
+                done = at < len(outcomes) and outcomes[at] is Outcome.OK
+                landed += self._land(ascent, slots[at] if at < len(slots) else None, done=done)
+            self._counters.counts["promoted_blocks_gpu"] += landed
+        if landed:
+            self._counters.record("promote_gpu_batch", asyncio.get_running_loop().time() - begun)
+        if self._gpu.state != "ok":
+            self._room.drop_all()
+
+    def _land(self, ascent: _Ascent, slot: Slot | None, *, done: bool) -> bool:
+        """End one ascent; return whether the block got its copy."""
+        block = ascent.block
+        good = slot is not None and done and not block.dead and block.gpu is None
+        if good and slot is not None:
+            self._index.put_gpu(block, slot)
+        elif slot is not None:
+            self._room.free(slot)
+        reason = MissReason.NO_ROOM if slot is None else MissReason.IO_ERROR
+        self._tell(block, self._forget(ascent), reason)
+        return good
+
+    async def _slots(self, shape: BlockShape, count: int, older_than: int) -> list[Slot]:
+        """Take slots, after hot copies that have to leave were brought to host."""
+        slots, hot = self._room.take(shape, count, older_than)
+        if hot:
+            try:
+                await self._demote(shape, hot)
+            except BaseException:
+                for slot in slots:
+                    self._room.free(slot)
+                raise
+            more, _ = self._room.take(shape, count - len(slots), older_than, demote=False)
+            slots += more
+        return slots
+
+    async def _demote(self, shape: BlockShape, blocks: Sequence[Block]) -> None:
+        """Copy blocks, whose GPU copies are held, to free host memory; let go of them."""
+        slots = self._host_room.take(shape, len(blocks), _ONLY_FREE)
+        outcomes: list[Outcome] = []
+        try:
+            transfers = []
+            for block, slot in zip(blocks, slots, strict=False):
+                assert block.gpu is not None
+                views = self._host_room.views(slot)
+                lengths = block.space.spec.shard_bytes
+                transfers.append(Transfer(block.gpu, views, lengths, block.digests))
+            outcomes = await self._gpu.read(transfers)
+            del transfers
+        finally:
+            for at, block in enumerate(blocks):
+                done = at < len(outcomes) and outcomes[at] is Outcome.OK
+                if at < len(slots):
+                    if done and not block.dead and block.host is None:
+                        self._index.put_host(block, slots[at])
+                        self._counters.counts["demoted_blocks"] += 1
+                    else:
+                        self._host_room.free(slots[at])
+                self._index.release_gpu(block)
+                if at < len(outcomes) and outcomes[at] is Outcome.CORRUPT:
+                    self._index.evict(block, TierName.GPU)
+            damaged = outcomes.count(Outcome.CORRUPT)
+            if damaged:
+                self._counters.counts["corrupt_blocks"] += damaged
+                log.error("%d blocks in the gpu pool were damaged; they are on disk", damaged)

@@ -1,0 +1,137 @@
+"""Room in the GPU tier: who gets a slot, and what leaves to make one.
+
+A GPU copy is never the last one, so nothing is lost when it leaves; what is hot and otherwise on
+disk only is offered for demotion to free host memory first. Slots come from free ones, from memory
+that no slab group has taken yet, from the coldest copies of the same shape, and from the coldest
+slab group of another shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from kvstore.tiers.base import TierName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.engine.counters import Counters
+    from kvstore.index import Block, BlockIndex
+    from kvstore.space import BlockShape
+    from kvstore.tiers.base import Slot
+    from kvstore.tiers.gpu import GpuTier
+    from kvstore.tiers.host import HostTier
+
+__all__ = ["GpuRoom"]
+
+log = logging.getLogger(__name__)
+
+# The look for a group of another shape is O(blocks of other shapes).
+_RECLAIM_INTERVAL_SECONDS: Final = 0.1
+_DEMOTE_BYTES: Final = 16 << 20
+
+
+class GpuRoom:
+    """Hands out GPU slots and frees them.
+
+    Attributes:
+        on_removed: called with the number of a slab group that is gone.
+    """
+
+    def __init__(self, gpu: GpuTier, host: HostTier, index: BlockIndex, counters: Counters) -> None:
+        """Compose; the index frees GPU slots here from now on."""
+        self.on_removed: Callable[[int], None] = lambda _: None
+        self._gpu = gpu
+        self._host = host
+        self._index = index
+        self._counters = counters
+        self._next_reclaim = 0.0
+        index.free_gpu = self.free
+
+    def free(self, slot: Slot) -> None:
+        """Give a slot back."""
+        self._gpu.free([slot])
+
+    def take(
+        self, shape: BlockShape, count: int, older_than: int, *, demote: bool = True
+    ) -> tuple[list[Slot], list[Block]]:
+        """Take up to `count` slots now.
+
+        Args:
+            shape: of the blocks to come.
+            count: how many.
+            older_than: only blocks of a lower sequence number make room.
+            demote: rather than evicting what is worth a place in host memory, return it.
+
+        Returns:
+            slots, and blocks whose GPU copy the caller holds now: they leave once they are in host.
+        """
+        gpu = self._gpu
+        gpu.want(shape, count)
+        slots = gpu.allocate(shape, count)
+        hot: list[Block] = []
+        queue = self._index.gpu_queue(shape)
+        while len(slots) + len(hot) < count:
+            block = queue.peek()
+            if block is None or block.sequence >= older_than:
+                break
+            if demote and self._worth_demoting(block, len(hot)):
+                queue.pop()
+                self._index.hold_gpu(block)
+                hot.append(block)
+            else:
+                self._index.drop_gpu(block)
+                self._counters.counts["evicted_blocks_gpu"] += 1
+                slots += gpu.allocate(shape, 1)
+        if not slots and not hot and self._reclaim(shape):
+            gpu.want(shape, count)
+            slots = gpu.allocate(shape, count)
+        return slots, hot
+
+    def _worth_demoting(self, block: Block, before: int) -> bool:
+        """Return whether a block that is on disk otherwise should go to host, which has room."""
+        shape = block.space.shape
+        if block.host is not None or (before + 1) * shape.block_bytes > _DEMOTE_BYTES:
+            return False
+        total = sum(g.slots for g in self._host.groups() if g.shape == shape)
+        if self._host.free_blocks(shape) - before <= total // 25:
+            return False
+        coldest = self._index.host_queue(shape).peek()
+        return coldest is None or block.sequence > coldest.sequence
+
+    def _reclaim(self, shape: BlockShape) -> bool:
+        """Empty the coldest slab group of another shape in which nothing is in use."""
+        others = [g for g in self._gpu.groups() if g.shape != shape]
+        now = asyncio.get_running_loop().time()
+        if not others or now < self._next_reclaim:
+            return False
+        self._next_reclaim = now + _RECLAIM_INTERVAL_SECONDS
+        members: dict[int, list[Block]] = {g.group: [] for g in others}
+        for space in self._index.spaces.values():
+            if space.shape != shape and space.gpu_blocks:
+                for block in space.blocks.values():
+                    if block.gpu is not None:
+                        members[block.gpu.group].append(block)
+        others.sort(key=lambda g: max((b.sequence for b in members[g.group]), default=-1))
+        for group in others:
+            blocks = members[group.group]
+            below = [b for b in self._index.descendants(blocks) if b.gpu is not None]
+            in_use = self._gpu.slots_in_use(group.group) != len(blocks)
+            if in_use or any(b.gpu_refs for b in (*blocks, *below)):
+                continue
+            gone = self._index.evict_all([*blocks, *below], TierName.GPU)
+            self._counters.counts["evicted_blocks_gpu"] += gone
+            self._gpu.remove(group.group)
+            self.on_removed(group.group)
+            log.info("gpu slab group %d is empty: its memory is for others", group.group)
+            return True
+        return False
+
+    def drop_all(self) -> None:
+        """Forget every copy that nobody uses: the device has failed."""
+        for space in self._index.spaces.values():
+            self._index.evict_all(
+                [b for b in space.blocks.values() if b.gpu is not None], TierName.GPU
+            )

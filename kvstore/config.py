@@ -176,7 +176,7 @@ def _gpu_pool(value: object) -> object:
     text = str(value).strip()
     if not text.endswith("%"):
         size = _size(text) if isinstance(value, str) else value
-        if isinstance(size, int) and 0 < size < MIB:
+        if isinstance(size, int | float) and 0 < size < MIB:
             raise ValueError(f"{text!r}: at least {format_bytes(MIB)}, or 0 for no pool")
         return size
     try:
@@ -247,7 +247,9 @@ class ServeConfig(BaseModel):
     host_pool: Annotated[Size, Field(ge=_MIN_HOST_POOL_BYTES)] = 0  # auto: see `_check`
     disk: Directory | None = None
     disk_capacity: Annotated[Size, Field(ge=_MIN_HOST_POOL_BYTES)] | None = None
-    gpu_pool: Annotated[float | int, BeforeValidator(_gpu_pool), Field(ge=0, strict=True)] = 0
+    gpu_pool: Annotated[
+        float, BeforeValidator(_gpu_pool), Field(ge=0, strict=True, allow_inf_nan=False)
+    ] = 0
     gpu_devices: Annotated[tuple[str, ...], BeforeValidator(_gpu_devices)] = ()
     write_policy: WritePolicy = WritePolicy.THROUGH
     disk_budget: Annotated[DailyBytes, Field(ge=MIB)] | None = None

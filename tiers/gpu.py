@@ -167,6 +167,8 @@ class GpuTier(Tier):
                 header.close()
         self._groups.clear()
         self._ready.clear()
+        self._free.clear()
+        self._lengths.clear()
         self._used_bytes = 0
         await asyncio.to_thread(self._give_back)
 

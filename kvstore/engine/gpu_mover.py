@@ -125,9 +125,11 @@ class GpuMover:
 
     def used(self, run: Sequence[Block]) -> None:
         """Blocks that were just used, in chain order: copy them up when there is time."""
-        if self._gpu.state != "ok":
+        if self._gpu.state != "ok" or not run:
             return
-        for block in run:
+        limit = self._gpu.usage().capacity_bytes
+        # Of a run that is longer than the pool the head is what can stay there.
+        for block in run[: limit // run[0].space.shape.block_bytes]:
             if (
                 block.readable
                 and block.gpu is None
@@ -136,7 +138,6 @@ class GpuMover:
             ):
                 self._ascents[block] = self._later[block] = _Ascent(block)
                 self._later_bytes += block.space.shape.block_bytes
-        limit = self._gpu.usage().capacity_bytes
         while self._later_bytes > limit:
             # What was used first is least worth it by now.
             self._forget(next(iter(self._later.values())))
@@ -287,15 +288,15 @@ class GpuMover:
     async def _slots(self, shape: BlockShape, count: int, older_than: int) -> list[Slot]:
         """Take slots, after hot copies that have to leave were brought to host."""
         slots, hot = self._room.take(shape, count, older_than)
-        if hot:
-            try:
+        try:
+            while hot:
                 await self._demote(shape, hot)
-            except BaseException:
-                for slot in slots:
-                    self._room.free(slot)
-                raise
-            more, _ = self._room.take(shape, count - len(slots), older_than, demote=False)
-            slots += more
+                more, hot = self._room.take(shape, count - len(slots), older_than)
+                slots += more
+        except BaseException:
+            for slot in slots:
+                self._room.free(slot)
+            raise
         return slots
 
     async def _demote(self, shape: BlockShape, blocks: Sequence[Block]) -> None:

@@ -55,7 +55,7 @@ class GpuRoom:
         self._gpu.free([slot])
 
     def take(
-        self, shape: BlockShape, count: int, older_than: int, *, demote: bool = True
+        self, shape: BlockShape, count: int, older_than: int
     ) -> tuple[list[Slot], list[Block]]:
         """Take up to `count` slots now.
 
@@ -63,10 +63,10 @@ class GpuRoom:
             shape: of the blocks to come.
             count: how many.
             older_than: only blocks of a lower sequence number make room.
-            demote: rather than evicting what is worth a place in host memory, return it.
 
         Returns:
-            slots, and blocks whose GPU copy the caller holds now: they leave once they are in host.
+            slots, and blocks worth a place in host memory, whose GPU copies the caller holds now:
+            they leave once they are there, when it asks again.
         """
         gpu = self._gpu
         gpu.want(shape, count)
@@ -77,18 +77,35 @@ class GpuRoom:
             block = queue.peek()
             if block is None or block.sequence >= older_than:
                 break
-            if demote and self._worth_demoting(block, len(hot)):
+            if self._worth_demoting(block, len(hot)):
                 queue.pop()
-                self._index.hold_gpu(block)
-                hot.append(block)
+                hot += self._chain(block, len(hot), count - len(slots) - len(hot), older_than)
             else:
                 self._index.drop_gpu(block)
                 self._counters.counts["evicted_blocks_gpu"] += 1
                 slots += gpu.allocate(shape, 1)
-        if not slots and not hot and self._reclaim(shape):
-            gpu.want(shape, count)
+        if not slots and not hot and self._reclaim(shape, count):
             slots = gpu.allocate(shape, count)
         return slots, hot
+
+    def _chain(self, block: Block, before: int, limit: int, older_than: int) -> list[Block]:
+        """Hold a block that is worth demoting, and those above it that only it kept here."""
+        found: list[Block] = []
+        at: Block | None = block
+        while at is not None and len(found) < limit:
+            found.append(at)
+            self._index.hold_gpu(at)
+            at = at.parent
+            if (
+                at is None
+                or at.gpu is None
+                or at.gpu_refs
+                or at.gpu_children > 1
+                or at.sequence >= older_than
+                or not self._worth_demoting(at, before + len(found))
+            ):
+                break
+        return found
 
     def _worth_demoting(self, block: Block, before: int) -> bool:
         """Return whether a block that is on disk otherwise should go to host, which has room."""
@@ -101,8 +118,11 @@ class GpuRoom:
         coldest = self._index.host_queue(shape).peek()
         return coldest is None or block.sequence > coldest.sequence
 
-    def _reclaim(self, shape: BlockShape) -> bool:
-        """Empty the coldest slab group of another shape in which nothing is in use."""
+    def _reclaim(self, shape: BlockShape, count: int) -> bool:
+        """Empty slab groups of other shapes in which nothing is in use, coldest first.
+
+        As many as it takes for one of this shape: a few small ones may have to make room.
+        """
         others = [g for g in self._gpu.groups() if g.shape != shape]
         now = asyncio.get_running_loop().time()
         if not others or now < self._next_reclaim:
@@ -126,7 +146,9 @@ class GpuRoom:
             self._gpu.remove(group.group)
             self.on_removed(group.group)
             log.info("gpu slab group %d is empty: its memory is for others", group.group)
-            return True
+            self._gpu.want(shape, count)
+            if self._gpu.free_blocks(shape):
+                return True
         return False
 
     def drop_all(self) -> None:

@@ -123,7 +123,9 @@ def _check_leases(engine: Engine) -> None:
             assert set(range(lease.count)) <= lease.held
             assert lease.held.isdisjoint(lease.where.values())
             assert lease.held | set(lease.where.values()) == set(range(len(lease.run)))
-            assert all(lease.run[i].host is not None for i in lease.held)
+            assert lease.on_gpu <= lease.held
+            assert all(lease.run[i].gpu is not None for i in lease.on_gpu)
+            assert all(lease.run[i].host is not None for i in lease.held - lease.on_gpu)
             size += len(lease.run) * lease.space.shape.block_bytes
         assert attachment.leased_bytes == size
 
@@ -132,10 +134,12 @@ def _check_slots(engine: Engine) -> None:
     """Every slot that a tier has given out has one owner; nobody has one that it has not."""
     host: list[Slot] = []
     disk: list[Slot] = []
+    gpu: list[Slot] = []
     for space in engine.index.spaces.values():
         for block in space.blocks.values():
             host += [block.host] if block.host is not None else []
             disk += [block.disk] if block.disk is not None else []
+            gpu += [block.gpu] if block.gpu is not None else []
     for grant in engine.grants._grants.values():
         host += grant.slots
     host += [slot for slot, _ in engine.quarantine.busy()]
@@ -149,6 +153,15 @@ def _check_slots(engine: Engine) -> None:
         if group._taken[index]
     }
     assert set(host) == taken, "host slots leaked or given away"
+    if engine.gpu is not None:
+        gpu += [b.gpu for b in leased if b.dead and b.gpu is not None]
+        assert len(gpu) == len(set(gpu)), "a gpu slot has two owners"
+        assert set(gpu) == {
+            Slot(number, index)
+            for number, members in engine.gpu._groups.items()
+            for index in range(members.info.slots)
+            if members._taken[index]
+        }, "gpu slots leaked or given away"
     if engine.disk is not None:
         assert len(disk) == len(set(disk)), "a disk slot has two owners"
         in_use = {s for g, *_ in engine.disk.segments() for s in engine.disk.allocated_slots(g)}
@@ -157,13 +170,17 @@ def _check_slots(engine: Engine) -> None:
 
 def _check_references(engine: Engine) -> None:
     held: Counter[Block] = Counter()
+    on_gpu: Counter[Block] = Counter()
     for attachment in engine.attachments.snapshot():
         for lease in attachment.leases.values():
-            held.update(lease.run[i] for i in lease.held)
+            held.update(lease.run[i] for i in lease.held - lease.on_gpu)
+            on_gpu.update(lease.run[i] for i in lease.on_gpu)
     for space in engine.index.spaces.values():
         for block in space.blocks.values():
             assert block.host_refs == held[block], f"{block}: {block.host_refs} references"
+            assert block.gpu_refs == on_gpu[block], f"{block}: {block.gpu_refs} gpu references"
             assert block.disk_refs == 0
             assert block.queued_children == 0
     assert engine.index.host_held == sum(held.values())
+    assert engine.index.gpu_held == sum(on_gpu.values())
     assert engine.index.disk_held == 0

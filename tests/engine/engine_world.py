@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
 from engine_invariants import check
 
 from kvstore.engine import Engine
@@ -26,7 +27,11 @@ from kvstore.outcomes import CommitOutcome, Shortage
 from kvstore.space import SpaceSpec
 from kvstore.tiers.base import Slot
 from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.gpu import GpuTier
+from kvstore.tiers.gpu_device import GpuDevice
+from kvstore.tiers.gpu_slab import FIRST_GPU_GROUP
 from kvstore.tiers.host import HostTier
+from kvstore.tiers.simulated_device import SimulatedDevice
 
 SLOT_BYTES = 4096
 NEVER = 3600.0
@@ -71,6 +76,8 @@ class World:
         flush_on_reuse: bool = False,
         budget: Callable[[Path], DiskBudget] | None = None,
         warm_up_blocks: int = 0,
+        gpu_blocks: int = 0,
+        gpu_devices: Callable[[], Sequence[GpuDevice]] = lambda: [SimulatedDevice()],
     ) -> None:
         self.directory = directory
         self.pools = pools
@@ -85,6 +92,8 @@ class World:
         self.flush_on_reuse = flush_on_reuse
         self.budget = budget
         self.warm_up_blocks = warm_up_blocks
+        self.gpu_blocks, self.gpu_devices = gpu_blocks, gpu_devices
+        self.gpu: GpuTier | None = None
         self.boots = itertools.count()
         self.host_index = directory / "state" / HOST_INDEX_NAME
         # The next boot checks what it adopts only once `may_check` is set.
@@ -124,10 +133,17 @@ class World:
         self.store = store
         saved = read_host_index(self.host_index)
         fresh = self.pools / f"{self.directory.name}-{next(self.boots)}"
+        pool = fresh if saved is None else saved.pool
+        self.gpu = None
+        if self.gpu_blocks:
+            devices = self.gpu_devices()
+            each = self.gpu_blocks * self.block_bytes // len(devices)
+            self.gpu = GpuTier(pool, devices, each, min_slab_bytes=self.block_bytes)
         self.host = HostTier(
-            fresh if saved is None else saved.pool,
+            pool,
             self.host_blocks * self.block_bytes,
             min_slab_bytes=self.block_bytes,
+            pinner=self.gpu,
         )
         self.disk = None
         if self.disk_blocks:
@@ -137,6 +153,7 @@ class World:
             self.host,
             self.disk,
             store,
+            gpu=self.gpu,
             flush_on_commit=self.flush_on_commit,
             lease_ttl_seconds=self.lease_ttl,
             lease_cap_bytes=self.lease_cap,
@@ -217,6 +234,7 @@ class World:
             or (self.disk is not None and self.disk.allocating)
             or (flusher is not None and not flusher.idle)
             or (promoter is not None and len(promoter))
+            or (engine.gpu_side is not None and len(engine.gpu_side.mover))
         )
 
     async def warm(self, blocks: int, space: SpaceIndex | None = None) -> None:
@@ -230,6 +248,21 @@ class World:
 
         await self.settle()
         await self.engine.removal.evict(self.space, keys, TierName.HOST)
+
+    def slot_bytes(self, slot: Slot, lengths: Sequence[int]) -> Sequence[bytes | memoryview]:
+        """Return what a slot of either memory tier holds, one piece a shard."""
+        if slot.group < FIRST_GPU_GROUP:
+            return self.host.views(slot)
+        assert self.gpu is not None
+        pieces = []
+        for shard, address in enumerate(self.gpu.addresses(slot)):
+            piece = np.empty(lengths[shard], np.uint8)
+            here, there, size = (
+                np.array([n], np.uint64) for n in (piece.ctypes.data, address, len(piece))
+            )
+            self.gpu.devices[shard % len(self.gpu.devices)].copy(here, there, size)
+            pieces.append(piece.tobytes())
+        return pieces
 
     def counts(self, name: str) -> int:
         return self.engine.counters.counts[name]
@@ -404,6 +437,20 @@ class Player:
         )
         return lease_id, answer
 
+    def leased_slots(self, lease_id: int) -> list[Slot]:
+        """Return the slots of a lease's ready blocks."""
+        lease = self.attachment.leases[lease_id]
+        return [
+            cast("Slot", block.gpu if at in lease.on_gpu else block.host)
+            for at, block in enumerate(lease.run[: lease.count])
+        ]
+
+    def sees_gpus(self) -> None:
+        """Be able to open every device."""
+        assert self.world.gpu is not None
+        devices = frozenset(device.uuid for device in self.world.gpu.devices)
+        self.engine.attachments.set_devices(self.attachment, devices)
+
     def release(self, lease_id: int) -> None:
         self.engine.leases.release(self.attachment, lease_id)
 
@@ -415,7 +462,7 @@ class Player:
         return all(
             bytes(view[: lengths[shard]]) == content(key, shard, lengths[shard])
             for key, slot in zip(keys, slots, strict=False)
-            for shard, view in enumerate(self.engine.host.views(slot))
+            for shard, view in enumerate(self.world.slot_bytes(slot, lengths))
         )
 
     async def load(self, keys: Sequence[bytes], *, deadline: float = 5.0) -> int:
@@ -424,8 +471,7 @@ class Player:
         blocks = answer.blocks
         if answer.growing:
             blocks = (await self.lease_done(lease_id)).blocks
-        run = self.attachment.leases[lease_id].run
-        slots = [cast("Slot", block.host) for block in run[:blocks]]
+        slots = self.leased_slots(lease_id)[:blocks]
         assert self.reads_right(keys[:blocks], slots)
         self.release(lease_id)
         return blocks

@@ -76,7 +76,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.world.engine.host.want(self.world.space.shape, HOST)
         two = await self.world.engine.open_space(spec_of("two", (4096, 4096)))
         self.spaces = [self.world.space, two]
-        self.players = [self.world.player(f"p{n}") for n in range(2)]
+        self.players = [self.player(n) for n in range(2)]
+
+    def player(self, who: int) -> Player:
+        return self.world.player(f"p{who}")
 
     def keys(self, name: int, length: int, space: SpaceIndex) -> list[bytes]:
         # Chains 2 and 3 share their first two blocks with 0 and 1.
@@ -162,8 +165,7 @@ class EngineMachine(RuleBasedStateMachine):
         lease = player.attachment.leases.get(lease_id)
         if lease is not None:
             run = lease.run[: lease.count]
-            slots = [block.host for block in run if block.host is not None]
-            assert len(slots) == len(run)
+            slots = player.leased_slots(lease_id)
             assert player.reads_right([b.key for b in run], slots, lease.space)
         player.release(lease_id)
 
@@ -192,7 +194,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(
         name=chains,
         wide=st.booleans(),
-        tier=st.sampled_from([None, TierName.HOST, TierName.DISK]),
+        tier=st.sampled_from([None, *TierName]),
     )
     def evict(self, name: int, wide: bool, tier: TierName | None) -> None:
         space = self.spaces[wide]
@@ -248,7 +250,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _replace(self, who: int) -> None:
         player = self.players[who]
-        self.players[who] = self.world.player(f"p{who}")
+        self.players[who] = self.player(who)
         self.leases = [(p, lease) for p, lease in self.leases if p is not player]
         self.open = [entry for entry in self.open if entry[0] is not player]
         self.open = [entry for entry in self.open if player not in entry[1]]

@@ -1,0 +1,97 @@
+"""The engine's machine with a GPU pool beside host and disk, and clients that can open it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from engine_world import Player, World
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+from test_engine_machine import DISK, HOST, EngineMachine, chains, lengths
+
+from kvstore.tiers.base import TierName
+from kvstore.tiers.faulty import Faulty
+from kvstore.tiers.simulated_device import SimulatedDevice
+
+GPU = 8
+
+
+class GpuMachine(EngineMachine):
+    """Whatever moves up and down, what is read is right and every slot has one owner."""
+
+    loads = 0
+
+    @initialize(policy=st.sampled_from(["through", "evict"]), devices=st.integers(1, 2))
+    def start(self, policy: str, devices: int) -> None:
+        self.world = World(
+            self.directory,
+            self.pools,
+            host_blocks=HOST,
+            disk_blocks=DISK,
+            flush_on_commit=policy == "through",
+            wrap=Faulty,
+            gpu_blocks=GPU,
+            gpu_devices=lambda: [SimulatedDevice(n) for n in range(devices)],
+        )
+        self.run(self._start())
+
+    def player(self, who: int) -> Player:
+        player = super().player(who)
+        if not who:
+            player.sees_gpus()
+        return player
+
+    @rule(name=chains, length=lengths, wide=st.booleans())
+    def store_and_load(self, name: int, length: int, wide: bool) -> None:
+        """What leases let go of is copied up, and leased from there the next time."""
+
+        async def story() -> None:
+            space = self.spaces[wide]
+            keys = self.keys(name, length, space)
+            await self.players[0].put(keys, step=2, deadline=0.02, space=space)
+            for _ in range(2):
+                lease, answer = self.players[0].acquire(keys, deadline=0.0, space=space)
+                assert self.players[0].reads_right(keys, answer.slots.slots, space)
+                self.players[0].release(lease)
+                await asyncio.sleep(0.005)
+
+        self.run(story())
+
+    @rule(name=chains, length=lengths, wide=st.booleans(), wait=st.booleans())
+    def prefetch_up(self, name: int, length: int, wide: bool, wait: bool) -> None:
+        space = self.spaces[wide]
+        keys = self.keys(name, length, space)
+        seconds = 0.1 if wait else 0.0
+        self.run(
+            self.world.engine.tickets.prefetch(
+                space, keys, 10 + name, 0.2, 0, seconds, TierName.GPU
+            )
+        )
+
+    @precondition(lambda self: bool(self.players))
+    @rule()
+    def cancel_prefetch(self) -> None:
+        async def cancel() -> None:
+            for name in range(4):
+                self.world.engine.tickets.cancel(10 + name)
+
+        self.run(cancel())
+
+    async def _end(self) -> None:
+        counts = self.world.engine.counters.counts
+        assert counts["promoted_blocks_gpu"] >= counts["demoted_blocks"]
+        await super()._end()
+        assert self.world.gpu is not None
+        assert self.world.gpu.usage().allocated_bytes == 0
+        assert all(not device.address for device in self.world.gpu.devices)
+
+
+TestGpuMachine = GpuMachine.TestCase
+TestGpuMachine.settings = settings(
+    max_examples=25,
+    stateful_step_count=40,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)

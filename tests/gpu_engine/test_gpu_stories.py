@@ -1,0 +1,428 @@
+"""What a GPU pool does for clients, and what happens when it goes wrong. On simulated devices."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_invariants import check
+from engine_world import World, chain, spec_of, until
+from numpy.typing import NDArray
+
+from kvstore.engine.events import SlabEvent, SlabRetireEvent
+from kvstore.errors import ConfigError
+from kvstore.miss import MissReason
+from kvstore.tiers.base import TierName
+from kvstore.tiers.gpu import GpuTier
+from kvstore.tiers.gpu_device import DeviceError
+from kvstore.tiers.gpu_slab import FIRST_GPU_GROUP, GONE, GpuSlabGroup
+from kvstore.tiers.simulated_device import SimulatedDevice
+
+MakeWorld = Callable[..., World]
+GPU, HOST, DISK = TierName.GPU, TierName.HOST, TierName.DISK
+
+
+class Obstinate(SimulatedDevice):
+    """A device whose copies wait for the test, or fail."""
+
+    def __init__(self, ordinal: int = 0) -> None:
+        super().__init__(ordinal)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.copying = threading.Event()
+        self.broken = False
+
+    def copy(
+        self,
+        destinations: NDArray[np.uint64],
+        sources: NDArray[np.uint64],
+        lengths: NDArray[np.uint64],
+    ) -> None:
+        self.copying.set()
+        assert self.gate.wait(60)
+        if self.broken:
+            raise DeviceError(errno.EIO, "an uncorrectable error")
+        super().copy(destinations, sources, lengths)
+
+
+def on_gpu(world: World, keys: Sequence[bytes]) -> str:
+    """Draw which blocks have a GPU copy."""
+    blocks = [world.space.blocks.get(key) for key in keys]
+    return "".join("-" if b is None or b.gpu is None else "g" for b in blocks)
+
+
+async def bring_up(world: World, keys: Sequence[bytes]) -> tuple[int, MissReason]:
+    """Prefetch to the GPU and wait for it."""
+    blocks, done, miss = await world.engine.tickets.prefetch(
+        world.space, keys, 77, 0, 0, 60, TierName.GPU
+    )
+    assert done
+    return blocks, miss.reason
+
+
+def test_what_was_loaded_from_host_comes_from_the_gpu_next(make_world: MakeWorld) -> None:
+    async def story(world: World) -> None:
+        keys = chain("a", 6)
+        sees, blind = world.player(), world.player()
+        sees.sees_gpus()
+        assert await sees.put(keys) == 6
+        lease, answer = sees.acquire(keys)
+        assert answer.tiers == bytes([HOST] * 6)
+        sees.release(lease)
+        await world.settle()
+        assert on_gpu(world, keys) == "gggggg"
+        lease, answer = sees.acquire(keys)
+        assert answer.tiers == bytes([GPU] * 6)
+        slots = answer.slots.slots
+        assert all(slot.group >= FIRST_GPU_GROUP for slot in slots)
+        assert sees.reads_right(keys, slots)
+        assert world.gpu is not None
+        assert answer.slots.generations.tolist() == world.gpu.generations(slots).tolist()
+        # The same lease again, by another name: the same slots; who cannot open the device: host.
+        assert sees.acquire(keys, lease_id=lease)[1].slots.slots == slots
+        other, answer = blind.acquire(keys)
+        assert answer.tiers == bytes([HOST] * 6)
+        assert blind.reads_right(keys, answer.slots.slots)
+        blind.release(other)
+        # What is read on the GPU may leave host, if it is on disk, and nothing else.
+        await world.evict_host(keys)
+        assert world.tiers(keys) == "dddddd"
+        await world.engine.removal.evict(world.space, keys, None)
+        assert world.tiers(keys) == "dddddd"
+        assert on_gpu(world, keys) == "gggggg"
+        assert not blind.heard_of(SlabEvent)[-1].group.group >= FIRST_GPU_GROUP
+        assert sees.heard_of(SlabEvent)[-1].group.group >= FIRST_GPU_GROUP
+        sees.release(lease)
+        await world.engine.removal.evict(world.space, keys, None)
+        assert world.tiers(keys) == on_gpu(world, keys) == "------"
+        await world.settle()
+        check(world.engine, quiet=True)
+
+    make_world(gpu_blocks=8).run(story)
+
+
+def test_shards_lie_on_the_devices_in_turn_and_a_rank_needs_only_its_own(
+    make_world: MakeWorld,
+) -> None:
+    async def story(world: World) -> None:
+        assert world.gpu is not None
+        space = await world.engine.open_space(spec_of("four", (4096,) * 4))
+        keys = chain("a", 3)
+        scheduler, rank, stranger = world.player(), world.player(), world.player()
+        scheduler.sees_gpus()
+        first, second = (device.uuid for device in world.gpu.devices)
+        for player, device, shards in ((rank, second, {1, 3}), (stranger, first, {1})):
+            player.attachment.shards = frozenset(shards)
+            world.engine.attachments.set_devices(player.attachment, frozenset([device]))
+        await scheduler.put(keys, space=space)
+        lease, _ = scheduler.acquire(keys, space=space)
+        scheduler.release(lease)
+        await world.settle()
+        answers = [p.acquire(keys, space=space)[1] for p in (scheduler, rank, stranger)]
+        assert [a.tiers for a in answers] == [bytes([t] * 3) for t in (GPU, GPU, HOST)]
+        assert scheduler.reads_right(keys, answers[0].slots.slots, space)
+        [group] = world.gpu.groups()
+        assert [slab.device_uuid for slab in group.slabs] == [first, second] * 2
+        assert [slab.offset for slab in group.slabs] == [0, 0, group.slots * 4096] * 1 + [
+            group.slots * 4096
+        ]
+
+    make_world(gpu_blocks=48, gpu_devices=lambda: [SimulatedDevice(0), SimulatedDevice(1)]).run(
+        story
+    )
+
+
+def test_a_chain_longer_than_the_pool_keeps_its_head_there(make_world: MakeWorld) -> None:
+    async def story(world: World) -> None:
+        player = world.player()
+        player.sees_gpus()
+        keys = chain("a", 12)
+        await player.put(keys)
+        for _ in range(2):
+            assert await player.load(keys) == 12
+            await world.settle()
+            assert on_gpu(world, keys) == "gggg--------"
+        # A shorter one that is used later takes its place, tail first.
+        other = chain("b", 2)
+        await player.put(other)
+        assert await player.load(other) == 2
+        await world.settle()
+        assert on_gpu(world, other) == "gg"
+        assert on_gpu(world, keys) == "gg----------"
+
+    make_world(gpu_blocks=4).run(story)
+
+
+def test_prefetch_brings_blocks_from_disk_to_the_gpu(make_world: MakeWorld) -> None:
+    async def story(world: World) -> None:
+        player = world.player()
+        player.sees_gpus()
+        keys = chain("a", 20)
+        await player.put(keys)
+        await world.evict_host()
+        assert world.tiers(keys) == "d" * 20
+        assert await bring_up(world, keys) == (20, MissReason.NONE)
+        # By way of a host pool that is smaller than the chain.
+        assert on_gpu(world, keys) == "g" * 20
+        lease, answer = player.acquire(keys)
+        assert answer.tiers == bytes([GPU] * 20)
+        assert player.reads_right(keys, answer.slots.slots)
+        player.release(lease)
+        assert await bring_up(world, keys) == (20, MissReason.NONE)
+        check(world.engine, quiet=True)
+
+    make_world(gpu_blocks=24, host_blocks=8, disk_blocks=32, flush_on_commit=True).run(story)
+
+
+def test_damage_on_disk_does_not_reach_the_gpu(make_world: MakeWorld) -> None:
+    async def story(world: World) -> None:
+        player = world.player()
+        keys = chain("a", 4)
+        await player.put(keys)
+        await world.evict_host()
+        # A digest that does not fit stands for a byte that has changed.
+        block = world.block(keys[2])
+        assert block.digests is not None
+        block.digests = (block.digests[0] ^ 1,)
+        blocks, reason = await bring_up(world, keys)
+        assert (blocks, reason) == (2, MissReason.CORRUPT)
+        assert on_gpu(world, keys) == "gg--"
+
+    make_world(gpu_blocks=8).run(story)
+
+
+def test_a_hot_block_goes_back_to_host_when_there_is_room(make_world: MakeWorld) -> None:
+    async def story(world: World) -> None:
+        player = world.player()
+        player.sees_gpus()
+        first, second = chain("a", 4), chain("b", 4)
+        await player.put(first)
+        await world.settle()
+        assert await bring_up(world, first) == (4, MissReason.NONE)
+        await world.evict_host(first)
+        assert world.tiers(first) == "dddd"
+        await player.put(second)
+        await world.settle()
+        assert await bring_up(world, second) == (4, MissReason.NONE)
+        assert on_gpu(world, first) == "----"
+        assert world.tiers(first) == "bbbb"
+        assert world.counts("demoted_blocks") == 4
+        assert await player.load(first, deadline=0) == 4
+
+    make_world(gpu_blocks=4, host_blocks=64).run(story)
+
+
+def test_a_cold_block_is_dropped_when_host_is_full(make_world: MakeWorld) -> None:
+    async def story(world: World) -> None:
+        player = world.player()
+        first, second = chain("a", 4), chain("b", 8)
+        await player.put(first)
+        await world.settle()
+        assert await bring_up(world, first) == (4, MissReason.NONE)
+        await world.evict_host(first)
+        await player.put(second)
+        await world.settle()
+        assert await bring_up(world, second[:4]) == (4, MissReason.NONE)
+        assert on_gpu(world, first) == "----"
+        assert world.tiers(first) == "dddd"
+        assert not world.counts("demoted_blocks")
+
+    make_world(gpu_blocks=4, host_blocks=8).run(story)
+
+
+def test_a_reader_that_expired_finds_out_by_the_generation(make_world: MakeWorld) -> None:
+    async def story(world: World) -> None:
+        assert world.gpu is not None
+        player = world.player()
+        player.sees_gpus()
+        keys = chain("a", 4)
+        await player.put(keys)
+        assert await bring_up(world, keys) == (4, MissReason.NONE)
+        _, answer = player.acquire(keys)
+        slots = answer.slots.slots
+        groups = {group.group: group for group in world.gpu.groups()}
+        files = {
+            number: np.memmap(group.generations_path, np.uint64, "r")
+            for number, group in groups.items()
+        }
+
+        def current() -> list[bool]:
+            pairs = zip(slots, answer.slots.generations.tolist(), strict=True)
+            return [int(files[slot.group][slot.index]) == granted for slot, granted in pairs]
+
+        other = chain("b", 4)
+        await player.put(other)
+        # Leased copies make no room.
+        assert await bring_up(world, other) == (0, MissReason.NO_ROOM)
+        assert current() == [True] * 4
+        world.engine.leases.end_all(player.attachment)
+        assert await bring_up(world, other) == (4, MissReason.NONE)
+        assert current() == [False] * 4
+        # The memory goes to blocks of another shape: the group is no more, and says so.
+        wide = await world.engine.open_space(spec_of("wide", (8192,)))
+        await player.put(chain("c", 2), space=wide)
+        taken, _, _ = await world.engine.tickets.prefetch(
+            wide, chain("c", 2), 5, 0, 0, 60, TierName.GPU
+        )
+        assert taken
+        gone = {number for event in player.heard_of(SlabRetireEvent) for number in event.groups}
+        assert gone
+        for number, group in groups.items():
+            assert (int(files[number][0]) == GONE) == (number in gone)
+            assert group.generations_path.exists() == (number not in gone)
+        later = [g.group for g in world.gpu.groups() if g.shape == wide.shape]
+        assert later
+        assert min(later) > max(groups)
+
+    make_world(gpu_blocks=4).run(story)
+
+
+@pytest.mark.parametrize("bump", [False, True])
+def test_a_block_that_goes_while_it_is_copied_keeps_its_slots_until_the_copy_is_done(
+    make_world: MakeWorld, bump: bool
+) -> None:
+    device = Obstinate()
+
+    async def story(world: World) -> None:
+        assert world.gpu is not None
+        player = world.player()
+        player.sees_gpus()
+        keys = chain("a", 3)
+        await player.put(keys)
+        await world.settle()
+        device.gate.clear()
+        device.copying.clear()
+        waiting = asyncio.ensure_future(bring_up(world, keys))
+        await until(device.copying.is_set)
+        if bump:
+            await world.engine.removal.bump_epoch(world.space)
+        else:
+            world.engine.removal.corrupt(world.block(keys[0]))
+        assert world.gpu.usage().used_bytes == 3 * 4096
+        assert world.host.usage().used_bytes == 3 * 4096
+        device.gate.set()
+        blocks, _ = await waiting
+        assert blocks == 0
+        await until(lambda: not world.gpu or not world.gpu.usage().used_bytes)
+        assert world.host.usage().used_bytes == 0
+        check(world.engine, quiet=True)
+
+    make_world(gpu_blocks=8, disk_blocks=0, gpu_devices=lambda: [device]).run(story)
+
+
+def test_a_stop_waits_for_the_bus_and_gives_everything_back(make_world: MakeWorld) -> None:
+    device = Obstinate()
+
+    async def story(world: World) -> None:
+        player = world.player()
+        player.sees_gpus()
+        keys = chain("a", 3)
+        await player.put(keys)
+        assert device.pinned
+        assert world.gpu is not None
+        files = [group.generations_path for group in world.gpu.groups()]
+        device.gate.clear()
+        device.copying.clear()
+        lease, _ = player.acquire(keys)
+        player.release(lease)
+        await until(device.copying.is_set)
+        closing = asyncio.ensure_future(world.engine.close())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert device.address
+        device.gate.set()
+        await closing
+        assert not device.address
+        assert not device.pinned
+        assert not any(path.exists() for path in files)
+
+    make_world(gpu_blocks=8, gpu_devices=lambda: [device]).run(story)
+
+
+def test_a_device_that_fails_costs_the_pool_and_no_block(make_world: MakeWorld) -> None:
+    device = Obstinate()
+
+    async def story(world: World) -> None:
+        player = world.player()
+        player.sees_gpus()
+        keys, more = chain("a", 3), chain("b", 3)
+        await player.put(keys)
+        assert await bring_up(world, keys) == (3, MissReason.NONE)
+        await player.put(more)
+        device.broken = True
+        assert await bring_up(world, more) == (0, MissReason.IO_ERROR)
+        assert world.gpu is not None
+        assert world.gpu.state == "degraded: [Errno 5] an uncorrectable error"
+        assert on_gpu(world, keys + more) == "------"
+        for run in (keys, more):
+            lease, answer = player.acquire(run)
+            assert answer.tiers == bytes([HOST] * 3)
+            assert player.reads_right(run, answer.slots.slots)
+            player.release(lease)
+        await world.settle()
+        assert await bring_up(world, more) == (0, MissReason.IO_ERROR)
+        check(world.engine, quiet=True)
+
+    make_world(gpu_blocks=8, gpu_devices=lambda: [device]).run(story)
+
+
+def test_memory_that_cannot_be_pinned_is_used_all_the_same(make_world: MakeWorld) -> None:
+    class Unpinned(SimulatedDevice):
+        def pin(self, address: int, length: int) -> None:
+            raise DeviceError(errno.ENOMEM, "no")
+
+    async def story(world: World) -> None:
+        player = world.player()
+        player.sees_gpus()
+        keys = chain("a", 3)
+        await player.put(keys)
+        assert await bring_up(world, keys) == (3, MissReason.NONE)
+        assert world.gpu is not None
+        assert world.gpu.pin_failures
+
+    make_world(gpu_blocks=8, gpu_devices=lambda: [Unpinned()]).run(story)
+
+
+def test_a_pool_that_does_not_fit_is_refused_in_one_line(tmp_path: Any) -> None:
+    whole = SimulatedDevice(0, 1 << 30)
+    small = SimulatedDevice(1, 1 << 26)
+    tier = GpuTier(tmp_path, [whole, small], 1 << 28)
+    with pytest.raises(ConfigError, match=r"gpu_pool: 256 MiB on simulated 1: only 64 MiB of 64"):
+        asyncio.run(tier.open())
+    assert not whole.address
+    tier = GpuTier(tmp_path, [whole, small], 0.25)
+
+    async def half() -> list[int]:
+        await tier.open()
+        sizes = [usage.capacity_bytes for usage in tier.device_usage()]
+        await tier.close()
+        return sizes
+
+    assert asyncio.run(half()) == [1 << 28, 1 << 24]
+
+
+def test_devices_may_be_named_later_and_taken_back(make_world: MakeWorld) -> None:
+    async def story(world: World) -> None:
+        player = world.player()
+        keys = chain("a", 2)
+        await player.put(keys)
+        assert await bring_up(world, keys) == (2, MissReason.NONE)
+
+        def heard() -> list[int]:
+            events = player.heard_of(SlabEvent)
+            return [e.group.group for e in events if isinstance(e.group, GpuSlabGroup)]
+
+        assert not heard()
+        player.sees_gpus()
+        player.sees_gpus()
+        assert heard() == [FIRST_GPU_GROUP]
+        assert player.acquire(keys)[1].tiers == bytes([GPU] * 2)
+        world.engine.attachments.set_devices(player.attachment, frozenset())
+        assert player.acquire(keys)[1].tiers == bytes([HOST] * 2)
+
+    make_world(gpu_blocks=8).run(story)

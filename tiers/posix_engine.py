@@ -231,6 +231,8 @@ class _Workers:
                 batch.left -= 1
                 if not batch.left:
                     batch.finish()
+            # Not held while waiting for the next one: its buffers keep memory mapped.
+            del batch, job
 
     def close(self) -> None:
         """Finish what was submitted and end the threads. Blocks."""

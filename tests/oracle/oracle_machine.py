@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -34,7 +35,6 @@ from kvstore.attach import Grant, Lease
 from kvstore.errors import (
     AttachmentLost,
     DeadlineExceeded,
-    KVStoreError,
     ServerUnavailable,
     StaleEpoch,
 )
@@ -92,8 +92,13 @@ class OracleMachine(RuleBasedStateMachine):
         self.leases: list[tuple[int, Keys, Lease]] = []
         self.grants: list[tuple[int, Keys, Grant]] = []
         self.victims: list[Victim] = []
+        self.trace: list[str] = []
 
     # What follows is not rules.
+
+    def note(self, what: str, *answers: object) -> None:
+        """Remember a step and its answers: a failure that depends on timing has no other record."""
+        self.trace.append(" ".join([f"{what}:", *map(str, answers)]))
 
     @property
     def outstanding(self) -> bool:
@@ -126,6 +131,10 @@ class OracleMachine(RuleBasedStateMachine):
         return found[0] if found else pb.TierStats()
 
     def start_daemon(self, **more: Any) -> None:
+        if self.model.fault == "commit fails":
+            # A state directory that cannot be written is refused at start, in one line.
+            self.daemon.set_fault("")
+            self.model.fault = ""
         self.daemon.start(**more)
         if self.admin is not None:
             self.admin.close()
@@ -176,6 +185,7 @@ class OracleMachine(RuleBasedStateMachine):
             flags |= {"disk": str(self.directory / "disk"), "disk_capacity": disk * MIB}
         self.daemon = ForkedDaemon(self.directory, type(self).sabotage, **flags)
         self.model = Model(policy, bool(disk), host * MIB, disk * MIB)
+        self.note(f"begin {policy} host={host} disk={disk}")
         self.start_daemon()
         epochs = self.reopen()
         self.model.spaces = [SpaceModel(i, epoch) for i, epoch in enumerate(epochs)]
@@ -205,6 +215,7 @@ class OracleMachine(RuleBasedStateMachine):
         patient = self.model.host_fits and not self.outstanding
         timeout = _SURELY if patient else 0.05
         stored = self.call(lambda: self.players[who].put(at, keys, blocks, timeout))
+        self.note(f"put by {who} {at}/{name}[:{length}] v{space.next_version}", stored)
         assert stored <= length
         if patient:
             assert stored == length, f"{stored} of {length} blocks were stored"
@@ -212,25 +223,30 @@ class OracleMachine(RuleBasedStateMachine):
         self.model.weaken()
 
     def get(self, who: int, at: int, name: int, length: int) -> None:
-        self.model.weaken()
         space, keys = self.model.spaces[at], keys_of(name, length)
+        # What host memory holds is to be had, but it may just be leaving for room, as it may.
+        until(lambda: self.got_what_is_in_host(who, space, keys), lambda: self.trace[-4:])
+        self.model.weaken()
+
+    def got_what_is_in_host(self, who: int, space: SpaceModel, keys: Keys) -> bool:
+        self.model.weaken()
         hit = self.look(who, space, keys)
         in_host = next((i for i, tier in enumerate(hit.tiers) if tier != "host"), hit.blocks)
         surely = self.model.keeps and self.model.loads and not self.outstanding
         timeout = _SURELY if surely else 0.2
-        rows = self.call(lambda: self.players[who].get(at, keys, timeout))
+        rows = self.call(lambda: self.players[who].get(space.number, keys, timeout))
+        self.note(f"get by {who} in {space.number} of {len(keys)}", len(rows))
         space.returned(keys, list(rows))
-        if not self.outstanding:
-            assert len(rows) >= in_host, f"{len(rows)} blocks, {in_host} were in host: {hit}"
         if surely:
             assert len(rows) >= space.run(keys), f"{len(rows)} blocks of {hit}"
         space.seen(keys[: len(rows)])
-        self.model.weaken()
+        return self.outstanding or len(rows) >= in_host
 
     def look(self, who: int, space: SpaceModel, keys: Keys) -> Any:
         """Look a chain up; check the answer."""
         hit = self.call(lambda: self.players[who].lookup(space.number, keys))
         least = space.run(keys)
+        self.note(f"lookup by {who} in {space.number} of {len(keys)}, at least {least}", hit)
         assert hit.blocks >= least, f"{hit}, but {least} blocks must be there"
         assert len(hit.tiers) == hit.blocks
         for key in keys[: hit.blocks]:
@@ -244,9 +260,8 @@ class OracleMachine(RuleBasedStateMachine):
 
     def prefetch(self, who: int, at: int, name: int, wait: float, *, cancel: bool) -> None:
         keys = keys_of(name)
-        ready = self.call(
-            lambda: self.players[who].prefetch(at, keys, wait, cancel=cancel),
-        )
+        ready = self.call(lambda: self.players[who].prefetch(at, keys, wait, cancel=cancel))
+        self.note(f"prefetch by {who} {at}/{name} for {wait} s, cancel={cancel}", ready)
         assert ready <= len(keys)
         self.model.weaken()
 
@@ -273,7 +288,9 @@ class OracleMachine(RuleBasedStateMachine):
             space.lost(named)
         else:
             space.lost(named)
-        self.call(lambda: self.players[who].evict(at, keys, tier))
+        stayed = self.call(lambda: self.players[who].evict(at, keys, tier))
+        where = "all" if keys is None else f"{name}[{first}:]"
+        self.note(f"evict by {who} {at}/{where} from {tier}, stayed", stayed)
         self.model.weaken()
 
     @rule(
@@ -295,6 +312,7 @@ class OracleMachine(RuleBasedStateMachine):
         self.model.weaken()
         space, keys = self.model.spaces[at], keys_of(name, length)
         pinned = self.call(lambda: self.players[who].pin(at, keys))
+        self.note(f"pin by {who} {at}/{name}[:{length}]", pinned)
         assert pinned >= space.run(keys)
         space.seen(keys[:pinned])
         space.pinned |= set(keys[:pinned]) & space.sure
@@ -304,10 +322,12 @@ class OracleMachine(RuleBasedStateMachine):
         self.model.spaces[at].pinned.clear()
         self.model.weaken()
         self.call(lambda: self.players[who].unpin(at))
+        self.note(f"unpin by {who} {at}")
 
     def bump(self, who: int, at: int) -> None:
         space = self.model.spaces[at]
         epoch = self.players[who].bump(at)
+        self.note(f"bump by {who} {at}", epoch)
         assert epoch == space.epoch + 1
         for other in self.players:
             if other is not self.players[who]:
@@ -330,7 +350,9 @@ class OracleMachine(RuleBasedStateMachine):
         self.grants = [held for held in self.grants if held[0] != at]
 
     @rule(
-        host=st.booleans(), size=st.sampled_from([1, 3, 8, 32, 64]), wait=st.sampled_from([0.0, 0.5])
+        host=st.booleans(),
+        size=st.sampled_from([64, 32, 8, 3, 1, 32]),
+        wait=st.sampled_from([0.0, 0.5]),
     )
     def resize(self, host: bool, size: int, wait: float) -> None:
         if not host and not self.model.has_disk:
@@ -343,9 +365,9 @@ class OracleMachine(RuleBasedStateMachine):
         self.model.weaken()
         assert self.admin is not None
         admin = self.admin
-        done = self.call(
-            lambda: admin.set_capacity("host" if host else "disk", wanted, wait)
-        )
+        name = "host" if host else "disk"
+        done = self.call(lambda: admin.set_capacity(name, wanted, wait))
+        self.note(f"resize {name} to {wanted // MIB} MiB", done.bytes, done.done, done.evicted)
         assert done.bytes >= wanted
         tier = self.tier(pb.TIER_HOST if host else pb.TIER_DISK)
         assert tier.capacity_bytes == wanted
@@ -369,6 +391,7 @@ class OracleMachine(RuleBasedStateMachine):
         assert self.admin is not None
         admin = self.admin
         answer = self.call(lambda: admin.flush(_SURELY))
+        self.note("flush", answer.done, answer.blocks, answer.skipped)
         if self.model.has_disk:
             assert answer.done, "a flush does not end"
             numbers = {spec.fingerprint: number for number, spec in enumerate(SPECS)}
@@ -407,11 +430,13 @@ class OracleMachine(RuleBasedStateMachine):
         self.model.weaken()
         assert self.daemon.stop() == 0
         self.model.restarted(kept=kept)
+        self.note(f"restart kept={kept}")
         self.start_daemon(**({} if kept else {"discard_host": True}))
         self.come_back()
 
     def crash(self) -> None:
         self.model.weaken()
+        self.note("crash")
         self.daemon.kill()
         self.model.crashed()
         self.start_daemon()
@@ -447,6 +472,7 @@ class OracleMachine(RuleBasedStateMachine):
             self.daemon.kill()
 
         result, ended = in_threads([works[what], kill])
+        self.note(f"crash after {delay} s of {what} {at}/{name}", repr(result))
         assert ended is None, ended
         if isinstance(result, BaseException) and not isinstance(result, _AWAY):
             raise result
@@ -469,24 +495,27 @@ class OracleMachine(RuleBasedStateMachine):
             self.reopen()
         self.come_back()
 
-    @rule(name=st.sampled_from(["", *FAULTS]))
-    def fault(self, name: str) -> None:
-        """Something happens to the disk, or it is repaired."""
+    @rule(name=st.sampled_from(FAULTS), some=uses, stays=st.sampled_from([False, False, True]))
+    def fault(self, name: str, some: list[tuple[str, int, int, int, int]], stays: bool) -> None:
+        """Something happens to the disk; it is repaired afterwards, or goes on."""
         if not self.model.has_disk:
             return
         if self.model.fault:
             self.repair()
-        if not name:
-            return
         self.model.weaken()
         self.model.fault = name
         self.model.refused |= name in REFUSING or name.startswith(("write", "tier"))
         self.model.broken |= name == "read ends"
         self.model.weaken()
         self.daemon.set_fault(name)
+        self.note(f"fault {name}")
+        self.use(some)
+        if not stays:
+            self.repair()
 
     def repair(self) -> None:
         self.model.weaken()
+        self.note("repair")
         self.daemon.set_fault("")
         # What ran into the fault has ended by the end of the next flush.
         assert self.admin is not None
@@ -516,6 +545,7 @@ class OracleMachine(RuleBasedStateMachine):
             lambda: self.mapped.spaces[at].acquire(keys, deadline_s=wait).result(PATIENCE_SECONDS)
         )
         assert lease.blocks <= length
+        self.note(f"hold lease {at}/{name}[:{length}]", lease.blocks)
         self.leases.append((at, keys, lease))
 
     def read_lease(self, which: int) -> None:
@@ -542,6 +572,7 @@ class OracleMachine(RuleBasedStateMachine):
             if not lease.lost:
                 good = len(slots) if current.all() else int(current.argmin())
                 space.returned(keys, list(rows[:good]))
+        self.note(f"read lease {at} and release", len(slots), lease.lost)
         lease.release()
 
     def hold_grant(self, at: int, name: int, count: int) -> None:
@@ -551,6 +582,7 @@ class OracleMachine(RuleBasedStateMachine):
             lambda: self.mapped.spaces[at].reserve(count, protect=keys[:1]).result(PATIENCE_SECONDS)
         )
         assert len(grant.slots) <= count
+        self.note(f"hold grant {at}/{name} of {count}", len(grant.slots), grant.shortage)
         if len(grant.slots):
             self.grants.append((at, keys[: len(grant.slots)], grant))
         self.model.weaken()
@@ -562,14 +594,13 @@ class OracleMachine(RuleBasedStateMachine):
         at, keys, grant = self.grants.pop(which % len(self.grants))
         if not commit:
             self.abort(grant)
+            self.note(f"abort grant {at}")
             return
         self.model.weaken()
         space = self.model.spaces[at]
         rows = np.ascontiguousarray(space.blocks(keys))
         attachment = self.mapped.client.attachment
-        with attachment.using(
-            grant.slots, boot_id=grant.boot_id, writer_id=grant.owner_id
-        ) as held:
+        with attachment.using(grant.slots, boot_id=grant.boot_id, writer_id=grant.owner_id) as held:
             offset = 0
             for shard, size in enumerate(SPECS[at].shard_bytes):
                 sources = rows.ctypes.data + np.arange(len(keys)) * space.size + offset
@@ -580,6 +611,7 @@ class OracleMachine(RuleBasedStateMachine):
             self.mapped.spaces[at], grant.owner_id, grant.id, None, grant.slots, keys, parents
         ).result(PATIENCE_SECONDS)
         present = [CommitOutcome.COMMITTED, CommitOutcome.EXISTS]
+        self.note(f"commit grant {at} v{space.next_version}", list(outcomes))
         assert all(outcome in present for outcome in outcomes), list(outcomes)
         space.seen(keys)
         self.model.weaken()
@@ -594,6 +626,7 @@ class OracleMachine(RuleBasedStateMachine):
     def victim(self, at: int, name: int, count: int, write: bool, stop: bool) -> None:
         """Another process takes a lease and a grant, and may be frozen."""
         victim = Victim(self.daemon.address, at, keys_of(name), count, write=write)
+        self.note(f"victim {at}/{name} stop={stop}", victim.leased, victim.granted)
         self.victims.append(victim)
         if stop:
             victim.stop()
@@ -606,10 +639,9 @@ class OracleMachine(RuleBasedStateMachine):
         victim = self.victims.pop(which % len(self.victims))
         if thaw:
             victim.go_on()
+        self.note("end victim")
         victim.kill()
-        until(
-            lambda: victim.pid not in [client.pid for client in self.stats().clients], self.stats
-        )
+        until(lambda: victim.pid not in [client.pid for client in self.stats().clients], self.stats)
 
     @rule(
         at=spaces,
@@ -635,6 +667,8 @@ class OracleMachine(RuleBasedStateMachine):
             else:
                 works.append(partial(player.prefetch, at, keys, 0.1, cancel=True))
         for name, what, result in zip(names, whats, in_threads(works), strict=False):
+            said = len(result) if isinstance(result, np.ndarray) else result
+            self.note(f"together {what} {at}/{name}", said)
             if isinstance(result, BaseException):
                 raise result
             if what == "get":
@@ -670,6 +704,11 @@ class OracleMachine(RuleBasedStateMachine):
         held = (stats.leases, stats.grants, stats.granted_slots, stats.stuck_slots)
         return held == (0, 0, 0, 0) and not stats.stuck_bytes
 
+    def memory_is_given_back(self) -> bool:
+        """Whether the daemon maps no part of the pool that is gone."""
+        maps = Path(f"/proc/{self.daemon.pid}/maps").read_text().splitlines()
+        return not any("/kvstore-" in line and line.endswith("(deleted)") for line in maps)
+
     def numbers_fit(self) -> bool:
         """Whether statistics and lookups agree; things may be moving."""
         found = []
@@ -696,8 +735,13 @@ class OracleMachine(RuleBasedStateMachine):
         )
 
     def teardown(self) -> None:
+        failed = sys.exc_info()[0] is not None
         try:
-            if self.players:
+            if failed:
+                print("\n".join(["", *self.trace, repr(sys.exc_info()[1])]), file=sys.stderr)
+                log = self.daemon.log.read_text().splitlines()
+                print("\n".join(log[-60:]), file=sys.stderr)
+            elif self.players:
                 self.finish()
         finally:
             for victim in self.victims:
@@ -733,6 +777,7 @@ class OracleMachine(RuleBasedStateMachine):
             return not any(left) and not any(used)
 
         until(gone, self.stats)
+        until(self.memory_is_given_back, lambda: "slabs that are gone are mapped")
         assert self.daemon.stop() == 0
         log = self.daemon.log.read_text()
         assert "Traceback" not in log, log

@@ -29,4 +29,4 @@ TestOracle.settings = settings(
 if EXAMPLES:
     SEED = int(os.environ.get("KVSTORE_TEST_SEED", "0")) or random.SystemRandom().getrandbits(32)
     print(f"KVSTORE_TEST_SEED={SEED}")
-    seed(SEED)(TestOracle)
+    seed(SEED)(OracleMachine)

@@ -4,13 +4,15 @@ PYTHON ?= python3
 ARGS ?=
 N ?= 300
 SEED ?=
+MINUTES ?= 10
+SOAK ?= build/soak
 
 BIN := .venv/bin
 SETUP := $(PYTHON) scripts/setup_env.py
 MODEL := .cache/smollm2-fp32
 
 .DEFAULT_GOAL := help
-.PHONY: help venv vllm model demo test test-fast crashtest lint format bench wheel clean distclean
+.PHONY: help venv vllm model demo test test-fast crashtest soak lint format bench wheel clean distclean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '%-10s %s\n' "$$name" "$$text"; done
@@ -35,6 +37,9 @@ test-fast: venv ## Run the tests that need no vLLM
 
 crashtest: venv ## Kill the store N times (300), at named points and at random; SEED=... repeats a run
 	@PYTHONPATH=$(CURDIR) $(BIN)/python tests/crash/crashtest.py --kills $(N) $(if $(SEED),--seed $(SEED))
+
+soak: venv ## Load a daemon for MINUTES=10, report into SOAK=build/soak whether anything grew
+	@$(BIN)/python tests/soak/soak.py --minutes $(MINUTES) --out $(SOAK) --command "make soak MINUTES=$(MINUTES)" $(ARGS)
 
 lint: venv ## Run ruff, mypy and import-linter
 	@$(BIN)/ruff check .

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from oracle_machine import OracleMachine
 
-_EXAMPLES_AT_ONCE = 5
+_EXAMPLES_AT_ONCE = 1
 _STEPS = 50
 
 

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, seed, settings
 from oracle_machine import OracleMachine
 
 EXAMPLES = int(os.environ.get("KVSTORE_TEST_EXAMPLES", "0"))
-STEPS = int(os.environ.get("KVSTORE_TEST_STEPS", "40"))
+STEPS = int(os.environ.get("KVSTORE_TEST_STEPS", "30"))
 
 
 TestOracle = OracleMachine.TestCase
 TestOracle.settings = settings(
-    max_examples=EXAMPLES or 20,
+    max_examples=EXAMPLES or 10,
     stateful_step_count=STEPS,
     derandomize=not EXAMPLES,
     database=None,

@@ -114,11 +114,11 @@ class User:
         elif what < 0.80:
             self._get(space, keys, size)
         elif what < 0.86:
-            # Held, and forgotten half of the time: the next kill gives it back.
+            # Held, and forgotten now and then: the next kill gives it back.
             if self._mapped:
                 lease = space.acquire(keys, deadline_s=0.1).result(_CALL_SECONDS)
                 time.sleep(dice.random() * 0.1)
-                if dice.random() < 0.9:
+                if dice.random() < 0.97:
                     lease.release()
         elif what < 0.90:
             if self._mapped:

@@ -43,9 +43,9 @@ _GROWING: Sequence[tuple[str, str, float, float]] = (
     ("pss_mib", "MiB", 0.05, 16.0),
     ("descriptors", "", 0.05, 8.0),
     ("threads", "", 0.0, 4.0),
-    ("leases", "", 0.5, 8.0),
-    ("grants", "", 0.5, 8.0),
-    ("stuck_slots", "", 0.5, 48.0),
+    ("leases", "", 0.25, 8.0),
+    ("grants", "", 0.25, 8.0),
+    ("stuck_slots", "", 0.25, 48.0),
 )
 # The machine is shared: a third less is no verdict on the daemon.
 _SLOWER = 0.35

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 
+import pytest
 from hypothesis import HealthCheck, seed, settings
 from oracle_machine import OracleMachine
 
@@ -26,6 +27,7 @@ TestOracle.settings = settings(
     print_blob=False,
     suppress_health_check=list(HealthCheck),
 )
+pytestmark = [pytest.mark.slow, *([pytest.mark.timeout(0)] if EXAMPLES else [])]
 if EXAMPLES:
     SEED = int(os.environ.get("KVSTORE_TEST_SEED", "0")) or random.SystemRandom().getrandbits(32)
     print(f"KVSTORE_TEST_SEED={SEED}")

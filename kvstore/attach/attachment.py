@@ -20,6 +20,7 @@ from typing import Any, Final
 from kvstore.address import machine_id
 from kvstore.attach.calls import Calls
 from kvstore.attach.incarnation import Incarnation
+from kvstore.attach.mapped import Pins
 from kvstore.attach.upstream import UpStream
 from kvstore.attach.usage import UsageLog
 from kvstore.errors import AttachmentLost, DeadlineExceeded, KVStoreError, ServerUnavailable
@@ -88,6 +89,8 @@ class Attachment(Calls):
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._on_grant_revoked: list[Callable[[int, int], None]] = []
+        self._devices: tuple[str, ...] = ()
+        self._pins: Pins | None = None
 
     def start(self) -> None:
         """Begin to attach, in the background. Idempotent."""
@@ -219,7 +222,11 @@ class Attachment(Calls):
         up.send(
             pb.AttachUp(
                 open=pb.AttachOpen(
-                    client=self.name, pid=os.getpid(), map_memory=mapping, shards=self._shards
+                    client=self.name,
+                    pid=os.getpid(),
+                    map_memory=mapping,
+                    shards=self._shards,
+                    devices=(told := self._devices),
                 )
             )
         )
@@ -232,7 +239,7 @@ class Attachment(Calls):
                     # only if the same one answers before and after it was opened.
                     if self._hello().boot_id != hello.boot_id:
                         return True
-                    if not self._attached(hello.boot_id, event.attached, up, mapping):
+                    if not self._attached(hello.boot_id, event.attached, up, mapping, told):
                         return True
                 elif kind == "boot_end" or self._closing.is_set():
                     return False
@@ -246,6 +253,23 @@ class Attachment(Calls):
             up.end()
             events.close()  # type: ignore[attr-defined]
         return False
+
+    def use_devices(self, uuids: Sequence[str], pins: Pins | None = None) -> None:
+        """Say whose device memory leases may name, now and after attaching again.
+
+        Args:
+            uuids: devices that everybody who uses this attachment's leases can open.
+            pins: pins the slabs of this process for its device.
+        """
+        with self._state:
+            changed, self._devices = self._devices != tuple(uuids), tuple(uuids)
+            if pins is not None:
+                self._pins = pins
+            current = self._current
+            if current is not None and changed:
+                current.tell_devices(self._devices)
+            if current is not None and pins is not None:
+                current.slabs.pin_with(pins)
 
     def on_grant_revoked(self, callback: Callable[[int, int], None]) -> None:
         """Call `callback(owner_id, grant_id)` when a grant's owner is gone.
@@ -268,7 +292,14 @@ class Attachment(Calls):
             )
         return hello
 
-    def _attached(self, boot_id: bytes, attached: pb.Attached, up: UpStream, mapping: bool) -> bool:
+    def _attached(
+        self,
+        boot_id: bytes,
+        attached: pb.Attached,
+        up: UpStream,
+        mapping: bool,
+        told: tuple[str, ...],
+    ) -> bool:
         """Become an incarnation; return False to attach again without mapping."""
         current = Incarnation(boot_id, attached, up)
         if mapping:
@@ -282,6 +313,10 @@ class Attachment(Calls):
         up.start_beating(attached.heartbeat_interval_ms / 1e3 or 1.0)
         with self._state:
             self._current = current
+            if self._devices != told:
+                current.tell_devices(self._devices)
+            if self._pins is not None:
+                current.slabs.pin_with(self._pins)
         if not mapping:
             self._announce("the pool cannot be mapped from this process")
         return True

@@ -39,6 +39,14 @@ class Held:
         """
         return self._slabs.addresses(self._slots, shard)
 
+    def places(self, shard: int) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
+        """Return the slots' addresses and how a GPU gets at each; see `SlabTable.places`.
+
+        Raises:
+            AttachmentLost: see `addresses`.
+        """
+        return self._slabs.places(self._slots, shard)
+
     def current(self, shard: int) -> NDArray[np.bool_]:
         """Return which slots still have the generation they were granted with, shape (n,).
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvstore.attach.lease import Lease
 from kvstore.attach.slabs import SlabTable
@@ -151,6 +151,10 @@ class Incarnation:
 
     def _acknowledge(self, groups: list[int]) -> None:
         self._up.send(pb.AttachUp(unmapped=pb.SlabsUnmapped(groups=groups)))
+
+    def tell_devices(self, uuids: Sequence[str]) -> None:
+        """Say which devices' memory the users of this attachment's leases can open."""
+        self._up.send(pb.AttachUp(devices=pb.Devices(uuids=uuids)))
 
     def farewell(self, heartbeat: pb.Heartbeat) -> None:
         """Send a last heartbeat."""

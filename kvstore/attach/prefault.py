@@ -57,6 +57,13 @@ class Prefaulter:
             self._thread = threading.Thread(target=self._run, name="kvstore-prefault", daemon=True)
             self._thread.start()
 
+    def again(self, group: int, shard: int, length: int) -> None:
+        """Fill a slab, also one that was filled before. The caller serialises calls."""
+        if (group, shard) in self._seen:
+            self._seen.discard((group, shard))
+            self._bytes -= length
+        self.used(group, shard, length)
+
     def end(self) -> None:
         """Fill nothing more. Idempotent."""
         self._ended = True

@@ -2,29 +2,32 @@
 
 A group is unmapped only when no copy is under way on it: `use` and `unuse` count copies. Retiring
 a group, and ending the whole table, stop new copies at once and leave the unmapping to whoever
-finishes the last one, so that nobody waits.
+finishes the last one, so that nobody waits. Unmapping (and unpinning, which takes milliseconds)
+happens outside the lock: nobody can map a group again whose announcement is gone.
+
+With `pin_with`, a background thread pins every host slab from its announcement on, and opens GPU
+slabs before somebody needs them.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.attach.mapped import DeviceMemory, MappedSlab, Pins, map_slab
 from kvstore.attach.prefault import Prefaulter
+from kvstore.cudart import CudaError
 from kvstore.errors import AttachmentLost
-from kvstore.memory import Mapping
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.wire import SlotArray, tier_name
+from kvstore.wire import SlotArray
 
-__all__ = ["MappedSlab", "SlabTable"]
+__all__ = ["SlabTable"]
 
 _log: Final = logging.getLogger(__name__)
 
@@ -32,40 +35,20 @@ _log: Final = logging.getLogger(__name__)
 _ANNOUNCEMENT_SECONDS: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MappedSlab:
-    """One slab of shared memory in this process.
-
-    Attributes:
-        group: slab group.
-        shard: whose bytes it holds.
-        tier: ``host`` or ``gpu``.
-        slot_bytes: bytes of a slot.
-        slots: number of slots.
-        data_address: address of slot 0.
-        mapping: the whole slab.
-        generations: the slots' current generations, shape (slots,), written by the daemon.
-    """
-
-    group: int
-    shard: int
-    tier: str
-    slot_bytes: int
-    slots: int
-    data_address: int
-    mapping: Mapping
-    generations: NDArray[np.uint64]
-
-
 class SlabTable:
     """All slabs of one attachment. Every method may be called from any thread."""
 
-    def __init__(self, acknowledge: Callable[[list[int]], None]) -> None:
+    def __init__(
+        self, acknowledge: Callable[[list[int]], None], device: DeviceMemory | None = None
+    ) -> None:
         """Start empty.
 
         Args:
             acknowledge: tells the daemon that groups are unmapped; must not block.
+            device: opens the daemon's device memory.
         """
+        self._device = device or DeviceMemory()
+        self._pins: Pins | None = None
         self._acknowledge = acknowledge
         self._changed = threading.Condition()
         self._announced: dict[tuple[int, int], pb.Slab] = {}
@@ -80,16 +63,27 @@ class SlabTable:
         """Take note of a slab; it is mapped when it is first needed, or a little before."""
         with self._changed:
             self._announced[slab.group, slab.shard] = slab
-            self._prefaulter.announced(slab.group, slab.shard, slab.length)
+            if self._pins is not None:
+                self._prefaulter.used(slab.group, slab.shard, slab.length)
+            elif slab.WhichOneof("memory") == "path":
+                self._prefaulter.announced(slab.group, slab.shard, slab.length)
             self._changed.notify_all()
+
+    def pin_with(self, pins: Pins) -> None:
+        """Pin all slabs, those announced already too, in the background."""
+        with self._changed:
+            self._pins = pins
+            for (group, shard), slab in self._announced.items():
+                self._prefaulter.again(group, shard, slab.length)
 
     def retire(self, groups: Iterable[int]) -> None:
         """Let no new copy begin on these groups; unmap and acknowledge each when it is idle."""
         with self._changed:
             idle = [group for group in groups if not self._users[group]]
             self._retired.update(groups)
-            self._unmap(idle)
+            gone = self._take(idle)
             self._changed.notify_all()
+        _close(gone)
         if idle:
             self._acknowledge(idle)
 
@@ -109,7 +103,8 @@ class SlabTable:
             if +self._users:
                 self._when_idle = when_idle
                 return
-            self._unmap([group for group, _ in self._mapped])
+            gone = self._take([group for group, _ in self._mapped])
+        self._close_all(gone)
         when_idle()
 
     def wait_idle(self, timeout_s: float) -> bool:
@@ -137,25 +132,35 @@ class SlabTable:
         with self._changed:
             self._users.subtract(groups)
             idle = [g for g in groups if not self._users[g] and g in self._retired]
-            self._unmap(idle)
+            gone = self._take(idle)
             if self._ended and not +self._users:
-                self._unmap([group for group, _ in self._mapped])
+                gone += self._take([group for group, _ in self._mapped])
                 when_idle, self._when_idle = self._when_idle, None
             self._changed.notify_all()
+        if when_idle is None:
+            _close(gone)
+        else:
+            self._close_all(gone)
         if idle:
             self._acknowledge(idle)
         if when_idle:
             when_idle()
 
-    def _unmap(self, groups: Iterable[int]) -> None:
-        """Unmap groups; the caller holds the lock."""
+    def _take(self, groups: Iterable[int]) -> list[MappedSlab]:
+        """Forget groups and return their slabs, to be closed; the caller holds the lock."""
         doomed = set(groups)
-        for place in [place for place in self._mapped if place[0] in doomed]:
-            mapping = self._mapped.pop(place).mapping
-            if not mapping.close():
-                _log.warning("slab %d of shard %d is still viewed by somebody", *place)
+        taken = [self._mapped.pop(place) for place in list(self._mapped) if place[0] in doomed]
         for place in [place for place in self._announced if place[0] in doomed]:
             del self._announced[place]
+        return taken
+
+    def _close_all(self, slabs: list[MappedSlab]) -> None:
+        """Close the last slabs, and then the device memory that they may lie in."""
+        _close(slabs)
+        try:
+            self._device.close()
+        except CudaError as error:
+            _log.warning("device memory of the daemon was not closed: %s", error)
 
     def slab(self, group: int, shard: int) -> MappedSlab:
         """Return a slab, mapped. Waits up to a second for its announcement.
@@ -177,21 +182,25 @@ class SlabTable:
             if place not in self._announced:
                 raise AttachmentLost(self._ended or f"slab group {group} was never announced")
             try:
-                slab = _map(self._announced[place])
-            except (OSError, ValueError) as error:
+                slab = map_slab(self._announced[place], self._device)
+            except (CudaError, OSError, ValueError) as error:
                 raise AttachmentLost(f"slab group {group} cannot be mapped: {error}") from error
             self._mapped[place] = slab
             self._prefaulter.used(group, shard, slab.mapping.length)
             return slab
 
     def _fill(self, group: int, shard: int) -> None:
-        """Fill a slab's page tables; counts as a copy, so that it is not unmapped meanwhile."""
+        """Pin a slab or fill its page tables; counts as a copy, so it is not unmapped meanwhile."""
         try:
             self.use([group])
         except AttachmentLost:
             return
         try:
-            self.slab(group, shard).mapping.populate()
+            slab, pins = self.slab(group, shard), self._pins
+            if pins is not None:
+                slab.pin(pins)
+            elif not slab.device_uuid:
+                slab.mapping.populate()
         except (AttachmentLost, OSError) as error:
             _log.debug("slab %d of shard %d: %s", group, shard, error)
         finally:
@@ -203,13 +212,22 @@ class SlabTable:
         Raises:
             AttachmentLost: a slot's group is not there; see `slab`.
         """
-        result = np.empty(len(slots), np.uint64)
+        return self.places(slots, shard)[0]
+
+    def places(self, slots: SlotArray, shard: int) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
+        """Return the address of each slot of a shard, and how a GPU gets at it; both (n,).
+
+        Raises:
+            AttachmentLost: as for `addresses`.
+        """
+        result, reach = np.empty(len(slots), np.uint64), np.empty(len(slots), np.uint8)
         for slab, where, index in self._by_group(slots, shard):
             if int(index.max()) >= slab.slots:
                 raise AttachmentLost(f"slab group {slab.group} has no slot {int(index.max())}")
             offsets = index.astype(np.uint64) * np.uint64(slab.slot_bytes)
             result[where] = offsets + np.uint64(slab.data_address)
-        return result
+            reach[where] = slab.reach
+        return result, reach
 
     def current(self, slots: SlotArray, shard: int) -> NDArray[np.bool_]:
         """Return whether each slot still has the generation it was granted with, shape (n,).
@@ -234,34 +252,7 @@ class SlabTable:
             yield self.slab(group, shard), where, slots["index"][where]
 
 
-def _map(slab: pb.Slab) -> MappedSlab:
-    """Map one announced slab.
-
-    Raises:
-        OSError, ValueError: it cannot be.
-    """
-    if slab.WhichOneof("memory") != "path":
-        raise ValueError(f"{tier_name(slab.tier)} memory needs a mapper of its own")
-    if slab.data_offset < 8 * slab.slots or (
-        slab.length < slab.data_offset + slab.slots * slab.slot_bytes
-    ):
-        raise ValueError("its geometry contradicts itself")
-    fd = os.open(slab.path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        # Beyond a file's end a mapping raises SIGBUS.
-        if os.fstat(fd).st_size < slab.length:
-            raise ValueError(f"{slab.path} is shorter than {slab.length} bytes")
-        mapping = Mapping(fd, slab.length)
-    finally:
-        os.close(fd)
-    mapping.dontfork()
-    return MappedSlab(
-        group=slab.group,
-        shard=slab.shard,
-        tier=tier_name(slab.tier),
-        slot_bytes=slab.slot_bytes,
-        slots=slab.slots,
-        data_address=mapping.address + slab.data_offset,
-        mapping=mapping,
-        generations=mapping.array[: 8 * slab.slots].view(np.uint64),
-    )
+def _close(slabs: list[MappedSlab]) -> None:
+    for slab in slabs:
+        if not slab.close():
+            _log.warning("slab %d of shard %d is still viewed by somebody", slab.group, slab.shard)

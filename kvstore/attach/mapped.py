@@ -1,0 +1,182 @@
+"""One slab in this process: shared memory, or device memory of the daemon.
+
+Shared memory may be *pinned* for a GPU, by whoever has one (`Pins`): then the GPU copies from and to
+it at the bus's speed, without anybody waiting. Device memory is opened through CUDA IPC, one
+allocation once, however many slabs lie in it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.cudart import CudaError, Cudart, cudart
+from kvstore.memory import Mapping
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.wire import tier_name
+
+__all__ = ["DEVICE", "PAGEABLE", "PINNED", "DeviceMemory", "MappedSlab", "Pins", "map_slab"]
+
+# How a GPU gets at a slot.
+PAGEABLE: Final = 0
+PINNED: Final = 1
+DEVICE: Final = 2
+
+
+class Pins(Protocol):
+    """Whoever pins memory for a GPU. Called from any thread, never twice at once for a slab."""
+
+    def pin(self, address: int, length: int) -> bool:
+        """Pin memory; return whether it is. Must not raise."""
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`: the memory is about to be unmapped. Must not raise."""
+
+
+@dataclass(slots=True, eq=False)
+class MappedSlab:
+    """One slab in this process.
+
+    Attributes:
+        group: slab group.
+        shard: whose bytes it holds.
+        tier: ``host`` or ``gpu``.
+        slot_bytes: bytes of a slot.
+        slots: number of slots.
+        data_address: address of slot 0; of device memory, an address on the device.
+        mapping: of the shared memory: the whole slab, or a GPU slab's generations.
+        generations: the slots' current generations, shape (slots,), written by the daemon.
+        device_uuid: of the device that the memory is on; "" for host memory.
+        pins: who has pinned it; None while it is not.
+    """
+
+    group: int
+    shard: int
+    tier: str
+    slot_bytes: int
+    slots: int
+    data_address: int
+    mapping: Mapping
+    generations: NDArray[np.uint64]
+    device_uuid: str = ""
+    pins: Pins | None = None
+
+    @property
+    def reach(self) -> int:
+        """How a GPU gets at it: `PAGEABLE`, `PINNED` or `DEVICE`."""
+        if self.device_uuid:
+            return DEVICE
+        return PINNED if self.pins is not None else PAGEABLE
+
+    def pin(self, pins: Pins) -> None:
+        """Pin it, unless it is pinned already or on a device. Takes 50 ms a GiB."""
+        if self.reach == PAGEABLE and pins.pin(self.mapping.address, self.mapping.length):
+            self.pins = pins
+
+    def close(self) -> bool:
+        """Unpin and unmap; return False when views keep it mapped."""
+        pins, self.pins = self.pins, None
+        if pins is not None:
+            pins.unpin(self.mapping.address)
+        # The field itself is a view.
+        self.generations = np.empty(0, np.uint64)
+        return self.mapping.close()
+
+
+class DeviceMemory:
+    """Allocations of the daemon that this process has opened. Any thread may call."""
+
+    def __init__(self, runtime: Callable[[], Cudart] = cudart) -> None:
+        """Open nothing yet, and load no CUDA."""
+        self._runtime = runtime
+        self._guard = threading.Lock()
+        self._opened: dict[bytes, tuple[int, int]] = {}  # handle -> device, address
+
+    def address(self, memory: pb.CudaIpc) -> int:
+        """Return where an allocation begins, opened when it is asked for the first time.
+
+        Raises:
+            CudaError: this process does not see the device, or the exporter is gone.
+        """
+        with self._guard:
+            known = self._opened.get(memory.handle)
+            if known is None:
+                runtime = self._runtime()
+                device = runtime.device_of(memory.device_uuid)
+                with runtime.on_device(device):
+                    known = device, runtime.ipc_open(memory.handle)
+                self._opened[memory.handle] = known
+            return known[1]
+
+    def close(self) -> None:
+        """Close all; nothing may be copying there any more. Idempotent.
+
+        Raises:
+            CudaError: one could not be closed; the others were.
+        """
+        problem: CudaError | None = None
+        with self._guard:
+            for device, address in self._opened.values():
+                try:
+                    with self._runtime().on_device(device):
+                        self._runtime().ipc_close(address)
+                except CudaError as error:
+                    problem = error
+            self._opened.clear()
+        if problem is not None:
+            raise problem
+
+
+def map_slab(slab: pb.Slab, device: DeviceMemory) -> MappedSlab:
+    """Map one announced slab.
+
+    Raises:
+        CudaError, OSError, ValueError: it cannot be.
+    """
+    kind = slab.WhichOneof("memory")
+    if slab.length < slab.data_offset + slab.slots * slab.slot_bytes:
+        raise ValueError("its geometry contradicts itself")
+    if kind == "cuda":
+        cuda = slab.cuda
+        if cuda.allocation_bytes and cuda.offset + slab.length > cuda.allocation_bytes:
+            raise ValueError("it does not lie inside its allocation")
+        mapping = _map_file(cuda.generations_path, 8 * slab.slots, writable=False)
+        begin = device.address(cuda) + cuda.offset
+    elif kind == "path":
+        if slab.data_offset < 8 * slab.slots:
+            raise ValueError("its geometry contradicts itself")
+        mapping = _map_file(slab.path, slab.length, writable=True)
+        begin = mapping.address
+    else:
+        raise ValueError(f"{tier_name(slab.tier)} memory of a kind that is not known here")
+    return MappedSlab(
+        group=slab.group,
+        shard=slab.shard,
+        tier=tier_name(slab.tier),
+        slot_bytes=slab.slot_bytes,
+        slots=slab.slots,
+        data_address=begin + slab.data_offset,
+        mapping=mapping,
+        generations=mapping.array[: 8 * slab.slots].view(np.uint64),
+        device_uuid=slab.cuda.device_uuid if kind == "cuda" else "",
+    )
+
+
+def _map_file(path: str, length: int, *, writable: bool) -> Mapping:
+    flags = os.O_RDWR if writable else os.O_RDONLY
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        # Beyond a file's end a mapping raises SIGBUS.
+        if os.fstat(fd).st_size < length:
+            raise ValueError(f"{path} is shorter than {length} bytes")
+        mapping = Mapping(fd, length, writable=writable)
+    finally:
+        os.close(fd)
+    mapping.dontfork()
+    return mapping

@@ -121,6 +121,7 @@ class Cudart:
     """One loaded runtime. Every method may be called from any thread.
 
     Attributes:
+        library: what it calls.
         version: of the runtime, such as 13000.
     """
 
@@ -133,7 +134,7 @@ class Cudart:
         Raises:
             CudaError: it lacks a function.
         """
-        self._library = library
+        self.library = library
         try:
             for name, arguments in _SIGNATURES.items():
                 function = getattr(library, name)
@@ -159,14 +160,14 @@ class Cudart:
         self._first = ctypes.c_size_t(0)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._library, name)(*arguments)
+        code = getattr(self.library, name)(*arguments)
         if code != _SUCCESS:
             raise self._error(name, code)
 
     def _error(self, name: str, code: int) -> CudaError:
         # Or the next check of somebody else's call (PyTorch's) would find this error.
-        self._library.cudaGetLastError()
-        text = self._library.cudaGetErrorString(code)
+        self.library.cudaGetLastError()
+        text = self.library.cudaGetErrorString(code)
         said = text.decode(errors="replace") if isinstance(text, bytes) else "unknown error"
         return CudaError(code, f"{name}: {said} ({code})")
 
@@ -375,9 +376,9 @@ class Cudart:
         Raises:
             CudaError: something on the device has failed.
         """
-        code = self._library.cudaEventQuery(event)
+        code = self.library.cudaEventQuery(event)
         if code == _NOT_READY:
-            self._library.cudaGetLastError()
+            self.library.cudaGetLastError()
             return False
         if code != _SUCCESS:
             raise self._error("cudaEventQuery", code)
@@ -415,7 +416,7 @@ class Cudart:
         if len(handle) != IPC_HANDLE_BYTES:
             raise CudaError(-1, f"an IPC handle has {IPC_HANDLE_BYTES} bytes, not {len(handle)}")
         address = ctypes.c_void_p()
-        code = self._library.cudaIpcOpenMemHandle(
+        code = self.library.cudaIpcOpenMemHandle(
             ctypes.byref(address), _IpcHandle.from_buffer_copy(handle), _IPC_LAZY_PEER_ACCESS
         )
         if code != _SUCCESS:

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvstore.connectors.vllm.control import Switch
 from kvstore.connectors.vllm.guard import guarded, log_once
 from kvstore.connectors.vllm.metadata import StepMeta, WorkerInfo, WorkerReport
 from kvstore.connectors.vllm.scheduler_side import SchedulerSide
@@ -73,7 +74,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                         ' will fail; set "kv_load_failure_policy": "recompute"',
                     )
                 client = factory(settings.target or None, name="vllm-scheduler")
-                self._scheduler = SchedulerSide(settings, engine, client)
+                switch = Switch(str(getattr(transfer, "engine_id", "")))
+                self._scheduler = SchedulerSide(settings, engine, client, enabled=switch.on)
                 _ = client.attachment  # begin to attach
             else:
                 self._worker = self._make_worker(settings, engine, factory)

@@ -1,8 +1,8 @@
 """Copies between the engine's KV cache and slots, off the engine's thread.
 
 A `Copier` takes copies in order and calls back, on a thread of its own, when one is over. On a CPU
-a copy is a native call that does not hold the GIL; on a GPU it would be DMA behind an event of
-the compute stream.
+a copy is a native call that does not hold the GIL; on a GPU (`cuda`) it is DMA behind an event of the
+compute stream.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvstore.errors import KVStoreError
 from kvstore.memory import copy_batch
 from kvstore.syncpoint import reach
 
-__all__ = ["Copier", "CpuCopier", "SlotRun"]
+__all__ = ["Copier", "CpuCopier", "Lane", "SlotRun"]
 
 # How much later than the scheduler a worker may find a daemon that was restarted.
 _ATTACH_SECONDS: Final = 2.0
@@ -56,7 +56,10 @@ class Copier(Protocol):
         run: SlotRun,
         skip: int,
         done: Callable[[NDArray[np.bool_]], None],
-    ) -> None:
+        landed: Callable[[bool], None] | None = None,
+        *,
+        idle: bool = False,
+    ) -> bool:
         """Copy slots into engine blocks.
 
         Args:
@@ -65,6 +68,24 @@ class Copier(Protocol):
             skip: engine blocks at the head of the first slot that are not wanted.
             done: called with what is right now, shape (n,): copied whole, from a slot that was
                 still the granted one afterwards.
+            landed: whoever gives it allows the copier to call `done` early, when everything is
+                submitted and the compute stream waits for it. Then it is called once the bytes are
+                there, with whether they are what `done` said they would be. If not, what was
+                computed from them must not be used; see `settle`.
+            idle: whether nobody minds the compute stream's waiting.
+
+        Returns:
+            Whether `done` was called early, so that `landed` will be called.
+        """
+
+    def settle(self) -> None:
+        """Wait until each load whose `done` was called early has called `landed`."""
+
+    def reuse(self, blocks: NDArray[np.int32] | None) -> None:
+        """Let nothing write to blocks that a store still reads; these have new owners.
+
+        Args:
+            blocks: shape (n,); None: it may be any.
         """
 
     def store(self, blocks: NDArray[np.int32], run: SlotRun, done: Callable[[bool], None]) -> None:
@@ -80,28 +101,49 @@ class Copier(Protocol):
         """Begin nothing new, and wait for the copy under way."""
 
 
-class _Lane:
+class Lane:
     """One thread that works off calls in order."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, begin: Callable[[], None] | None = None) -> None:
+        """Start the thread.
+
+        Args:
+            name: of the thread.
+            begin: called on it first.
+        """
+        self._begin = begin
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, call: Callable[[], None]) -> None:
+        """Call it on the thread, after those before."""
         self._calls.put(call)
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
+        call = self._begin or self._calls.get()
+        while call is not None:
             try:
                 call()
             except Exception as error:  # noqa: BLE001 - the thread's boundary
                 log_once(logging.ERROR, "a copy's end failed: %r", error, exc_info=True)
+            call = self._calls.get()
 
     def close(self) -> None:
+        """Work off what was submitted, then stop."""
         self._calls.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+
+class _Reading:
+    """Blocks that a store reads until `over`."""
+
+    __slots__ = ("blocks", "over")
+
+    def __init__(self, blocks: list[int]) -> None:
+        self.blocks = blocks
+        self.over = threading.Event()
 
 
 class CpuCopier:
@@ -122,8 +164,10 @@ class CpuCopier:
         self._attachment = attachment
         self._shard = shard
         self._group_blocks = group_blocks
-        self._loads: Final = _Lane("kvstore-load")
-        self._stores: Final = _Lane("kvstore-store")
+        self._loads: Final = Lane("kvstore-load")
+        self._stores: Final = Lane("kvstore-store")
+        # Engine block -> the store that reads it; the engine's thread alone uses it.
+        self._reading: dict[int, _Reading] = {}
 
     def load(
         self,
@@ -131,9 +175,13 @@ class CpuCopier:
         run: SlotRun,
         skip: int,
         done: Callable[[NDArray[np.bool_]], None],
-    ) -> None:
-        """See `Copier.load`."""
+        landed: Callable[[bool], None] | None = None,
+        *,
+        idle: bool = False,
+    ) -> bool:
+        """See `Copier.load`. Never early."""
         self._loads.submit(lambda: done(self._load(blocks, run, skip)))
+        return False
 
     def _load(self, blocks: NDArray[np.int32], run: SlotRun, skip: int) -> NDArray[np.bool_]:
         right = np.zeros(len(blocks), np.bool_)
@@ -159,7 +207,35 @@ class CpuCopier:
 
     def store(self, blocks: NDArray[np.int32], run: SlotRun, done: Callable[[bool], None]) -> None:
         """See `Copier.store`."""
-        self._stores.submit(lambda: done(self._store(blocks, run)))
+        reading = _Reading(blocks.ravel().tolist())
+        for block in reading.blocks:
+            self._reading[block] = reading
+
+        def copy() -> None:
+            copied = self._store(blocks, run)
+            reading.over.set()
+            done(copied)
+
+        self._stores.submit(copy)
+        for other in {r for r in self._reading.values() if r.over.is_set()}:
+            self._forget(other)
+
+    def reuse(self, blocks: NDArray[np.int32] | None) -> None:
+        """See `Copier.reuse`. Waits."""
+        if not self._reading:
+            return
+        wanted = list(self._reading) if blocks is None else blocks.tolist()
+        for reading in {r for block in wanted if (r := self._reading.get(block))}:
+            reading.over.wait()
+            self._forget(reading)
+
+    def _forget(self, reading: _Reading) -> None:
+        for block in reading.blocks:
+            if self._reading.get(block) is reading:
+                del self._reading[block]
+
+    def settle(self) -> None:
+        """See `Copier.settle`: there is nothing to wait for."""
 
     def _store(self, blocks: NDArray[np.int32], run: SlotRun) -> bool:
         try:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-__all__ = ["failures", "guarded", "log_once", "logger"]
+__all__ = ["Unsafe", "failures", "guarded", "log_once", "logger"]
 
 # Under vLLM's own logger, so that its handlers and level apply.
 logger: Final = logging.getLogger("vllm.kvstore")
@@ -24,6 +24,10 @@ _said: set[str] = set()
 _lock = threading.Lock()
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+class Unsafe(BaseException):
+    """Going on could give a wrong token. No hook swallows it: the engine stops."""
 
 
 def log_once(level: int, message: str, *args: object, exc_info: bool = False) -> None:

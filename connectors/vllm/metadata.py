@@ -19,10 +19,13 @@ from kvstore.space import SpaceSpec
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+
+    REPORTS = True
 except ImportError:  # vLLM without reports from workers: then nothing calls for one
     KVConnectorWorkerMetadata = object
+    REPORTS = False
 
-__all__ = ["NO_BLOCKS", "Load", "StepMeta", "Store", "WorkerInfo", "WorkerReport"]
+__all__ = ["NO_BLOCKS", "REPORTS", "Load", "StepMeta", "Store", "WorkerInfo", "WorkerReport"]
 
 NO_BLOCKS = np.empty(0, np.int32)
 
@@ -37,6 +40,7 @@ class Load:
         skip: engine blocks at the head of the first stored block that are not wanted.
         slots: leased slots, one per stored block; empty: report the load as failed.
         boot_id: daemon run that the slots belong to.
+        load_id: reported when it may be reported as finished before its bytes are there.
     """
 
     request_id: str
@@ -44,6 +48,7 @@ class Load:
     skip: int
     slots: NDArray[Any]
     boot_id: bytes
+    load_id: int = 0
 
 
 @dataclass(slots=True)
@@ -85,12 +90,14 @@ class StepMeta(KVConnectorMetadata):  # type: ignore[misc]
         stores: to start once this step's forward pass has written the blocks.
         handed_out: engine blocks with new owners: they may be written from this step on. None:
             not known, it may be any.
+        idle: nothing is computed in this step.
     """
 
     step: int
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     handed_out: NDArray[np.int32] | None = field(default_factory=lambda: NO_BLOCKS)
+    idle: bool = False
 
 
 @dataclass(slots=True)
@@ -106,6 +113,7 @@ class WorkerInfo(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         boot_id: of the daemon run attached to.
         refusal: why this worker cannot take part; "" when it can.
         mappable: whether it can map the pool, as far as it knows.
+        device_uuid: of the GPU that it can open the daemon's memory on; "" for none.
     """
 
     rank: int
@@ -116,6 +124,7 @@ class WorkerInfo(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     boot_id: bytes = b""
     refusal: str = ""
     mappable: bool = True
+    device_uuid: str = ""
 
 
 @dataclass(slots=True)
@@ -127,12 +136,17 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         infos: ranks whose attachment has changed.
         loaded_bytes: copied into the KV cache since the last report.
         stored_bytes: committed since the last report.
+        early: `load_id` of loads that are reported as finished while their bytes are on the way:
+            their slots must stay leased; once per rank.
+        landed: of those among them whose bytes are there now.
     """
 
     stored: dict[int, list[bytes]] = field(default_factory=dict)
     infos: list[WorkerInfo] = field(default_factory=list)
     loaded_bytes: int = 0
     stored_bytes: int = 0
+    early: list[int] = field(default_factory=list)
+    landed: list[int] = field(default_factory=list)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Merge two ranks' reports."""
@@ -144,4 +158,6 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             self.infos + other.infos,
             self.loaded_bytes + other.loaded_bytes,
             self.stored_bytes + other.stored_bytes,
+            self.early + other.early,
+            self.landed + other.landed,
         )

@@ -87,6 +87,12 @@ class Roster:
         )
 
     @property
+    def devices(self) -> list[str]:
+        """GPUs whose memory the workers can open; none unless every worker has one."""
+        uuids = [info.device_uuid for info in self._infos.values()]
+        return sorted(set(uuids)) if all(uuids) else []
+
+    @property
     def writers(self) -> list[WorkerInfo]:
         """The workers that store, by shard: of replicas the first."""
         first: dict[int, WorkerInfo] = {}

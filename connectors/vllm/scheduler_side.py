@@ -7,9 +7,11 @@ step may wait a few milliseconds in all for answers to questions sent earlier.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -51,8 +53,18 @@ class SchedulerSide:
         client: Client,
         *,
         clock: Callable[[], float] = time.monotonic,
+        enabled: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Wait for the workers' handshake; until then everything misses."""
+        """Wait for the workers' handshake; until then everything misses.
+
+        Args:
+            settings: the connector's.
+            engine: the engine.
+            client: this process's.
+            clock: seconds.
+            enabled: asked for each new request: whether to look it up and to store it.
+        """
+        self._enabled = enabled
         self.settings = settings
         self.engine = engine
         self._client = client
@@ -64,6 +76,11 @@ class SchedulerSide:
         self._loads: dict[str, ActiveLoad] = {}
         self._loading: dict[bytes, str] = {}  # key -> request that loads it
         self._pending: list[Load] = []
+        self._load_ids = itertools.count(1)
+        # Loads reported before their bytes were there, by load id: how many ranks' bytes are on
+        # their way, and the leases that wait for them.
+        self._airborne: Counter[int] = Counter()
+        self._late_leases: dict[int, Lease] = {}
         self._pace = Pace(clock)
         self._usage = Usage(client)
         self._plan = StorePlan(engine, settings, clock=clock)
@@ -84,11 +101,16 @@ class SchedulerSide:
     def set_workers(self, infos: list[WorkerInfo]) -> None:
         """Take in the workers' handshakes."""
         self._roster.admit(infos)
+        if self._roster.complete and self._roster.devices:
+            self._client.attachment.use_devices(self._roster.devices)
 
     def on_new_request(self, request: Any) -> None:
         """Send Acquire at once: the answer is on its way while the request waits in the queue."""
         adapter = adapter_identity(getattr(request, "lora_request", None))
         track = self._tracks[request.request_id] = Track(request, adapter)
+        if not self._enabled():
+            track.loads = track.stores = False
+            return
         view = self._view(track)
         if view is None:
             return
@@ -270,7 +292,8 @@ class SchedulerSide:
         end = -(-(begin + len(ids)) // per_block)
         lease = track.lease
         keys = list(track.keys(per_block)[first:end])
-        active = ActiveLoad(track, lease, ids, keys, first, skip, {})
+        load_id = next(self._load_ids)
+        active = ActiveLoad(track, lease, ids, keys, first, skip, {}, load_id)
         self._loads[request_id] = active
         track.lease = track.answered_at = None
         for key in keys:
@@ -284,7 +307,7 @@ class SchedulerSide:
             tokens = active.tier_tokens.get(tier, 0) + self.engine.engine_block_tokens
             active.tier_tokens[tier] = tokens
         slots = lease.slots[first:end].copy()
-        return Load(request_id, ids, skip, slots, lease.boot_id)
+        return Load(request_id, ids, skip, slots, lease.boot_id, load_id)
 
     def tier_tokens(self, request: Any) -> dict[int, int]:
         """Return the tokens of a request's load, by tier (2 host, 3 disk)."""
@@ -296,6 +319,7 @@ class SchedulerSide:
         self._step += 1
         self._budget = self.settings.step_wait_seconds
         meta = StepMeta(self._step, self._pending, handed_out=None)
+        meta.idle = not output.total_num_scheduled_tokens
         self._pending = []
         self._fill(meta, output)
         if meta.handed_out is None:
@@ -326,15 +350,28 @@ class SchedulerSide:
                 failed = np.flatnonzero(np.isin(active.blocks, bad))
                 if len(failed) and not 0 <= active.failed_at <= failed[0]:
                     active.failed_at = int(failed[0])
+        report = getattr(output, "kv_connector_worker_meta", None)
+        if isinstance(report, WorkerReport):
+            self._fly(report)
         for request_id in output.finished_recving or ():
             self._loaded(request_id)
-        report = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(report, WorkerReport):
             if report.infos:
                 self._roster.update(report.infos)
             self._plan.finished(report.stored, self._tracks)
             for view in self._views.all()[:1]:
                 self._usage.moved(view.space(), report.loaded_bytes, report.stored_bytes)
+
+    def _fly(self, report: WorkerReport) -> None:
+        """Keep the leases of loads whose bytes are on their way; release those that have landed."""
+        self._airborne.update(report.early)
+        self._airborne.subtract(report.landed)
+        for load_id in report.landed:
+            if self._airborne[load_id] <= 0:
+                del self._airborne[load_id]
+                lease = self._late_leases.pop(load_id, None)
+                if lease is not None:
+                    lease.release()
 
     def _loaded(self, request_id: str) -> None:
         """All ranks have finished a load."""
@@ -344,7 +381,9 @@ class SchedulerSide:
         for key in active.keys:
             if self._loading.get(key) == request_id:
                 del self._loading[key]
-        if active.lease is not None:
+        if active.lease is not None and self._airborne[active.load_id] > 0:
+            self._late_leases[active.load_id] = active.lease
+        elif active.lease is not None:
             active.lease.release()
         track = active.track
         if active.failed_at < 0:
@@ -396,11 +435,13 @@ class SchedulerSide:
         if not self._views.all() and self._roster.complete and root_seed():
             # The engine is up and idle: have the space open when the first request comes.
             self._views.get("")
-        return bool(self._loads or self._pending) or self._plan.pending()
+        return bool(self._loads or self._pending or self._late_leases) or self._plan.pending()
 
     def close(self) -> None:
         """Give everything back."""
         for track in self._tracks.values():
             track.let_go()
+        for lease in self._late_leases.values():
+            lease.release()
         self._views.close()
         self._client.close()

@@ -125,6 +125,12 @@ class Held(Protocol):
     def addresses(self, shard: int) -> NDArray[np.uint64]:
         """Addresses of the slots' bytes in this process."""
 
+    def places(self, shard: int) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
+        """Return the addresses, and how a GPU gets at each (`kvstore.attach.mapped`)."""
+
+    def done(self) -> None:
+        """Let go, from any thread."""
+
     def current(self, shard: int) -> NDArray[np.bool_]:
         """Whether each slot's generation is still the one named. Check after copying."""
 
@@ -143,6 +149,9 @@ class Attachment(Protocol):
     @property
     def boot_id(self) -> bytes:
         """Of the daemon run attached to; empty while not attached."""
+
+    def use_devices(self, uuids: Sequence[str], pins: Any = None) -> None:
+        """Say whose device memory leases may name; have slabs pinned by `pins`."""
 
     def wait_active(self, timeout_s: float) -> bool:
         """Wait until attached; return whether it is."""

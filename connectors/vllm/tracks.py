@@ -34,6 +34,7 @@ class ActiveLoad:
         first: index in the request's chain of the first of them.
         skip: engine blocks at the head of the first that are not loaded.
         tier_tokens: tokens by the tier that held them (2 host, 3 disk).
+        load_id: under which workers report it.
         failed_at: index in `blocks` of the first that failed; -1 while none has.
     """
 
@@ -44,6 +45,7 @@ class ActiveLoad:
     first: int
     skip: int
     tier_tokens: dict[int, int]
+    load_id: int = 0
     failed_at: int = -1
 
 

@@ -1,7 +1,9 @@
 """The connector's half in a worker: starts copies, reports what they came to.
 
-Hooks run on the step thread and return at once, but for one wait: a block that has a new owner must
-not be written while a store still reads it.
+Hooks run on the step thread and return at once, but for two waits. A block that has a new owner must
+not be written while a store still reads it: on a CPU the hook waits, on a GPU the compute stream
+does. And what a step computed from a load that was reported early is not passed on before the
+load's bytes have been compared.
 """
 
 from __future__ import annotations
@@ -18,27 +20,24 @@ from numpy.typing import NDArray
 
 from kvstore.connectors.vllm.committer import Committer
 from kvstore.connectors.vllm.copier import Copier, CpuCopier, SlotRun
-from kvstore.connectors.vllm.geometry import UnsupportedLayout, describe
-from kvstore.connectors.vllm.guard import log_once
-from kvstore.connectors.vllm.metadata import Load, StepMeta, Store, WorkerInfo, WorkerReport
+from kvstore.connectors.vllm.geometry import Geometry, UnsupportedLayout, describe
+from kvstore.connectors.vllm.guard import Unsafe, log_once
+from kvstore.connectors.vllm.metadata import (
+    REPORTS,
+    Load,
+    StepMeta,
+    Store,
+    WorkerInfo,
+    WorkerReport,
+)
 from kvstore.connectors.vllm.space import EngineShape
 from kvstore.connectors.vllm.store import Client
+from kvstore.errors import KVStoreError
 
 __all__ = ["WorkerSide"]
 
 # At start-up the daemon answers in milliseconds, or is not there.
 _ATTACH_SECONDS: Final = 1.0
-
-
-class _Storing:
-    """A store whose blocks are being read."""
-
-    __slots__ = ("blocks", "copied", "store")
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.blocks: list[int] = store.blocks.ravel().tolist()
-        self.copied = threading.Event()
 
 
 class WorkerSide:
@@ -67,12 +66,14 @@ class WorkerSide:
         self._meta: StepMeta | None = None
         self._prepared = self._loaded = self._submitted = 0
         self._delayed: list[Store] = []
-        self._storing: dict[int, _Storing] = {}  # engine block -> the store that reads it
         # Written by other threads:
         self._lock = threading.Lock()
         self._finished: list[str] = []
         self._bad: list[int] = []
         self._report = WorkerReport()
+        self._unsafe = False
+        # Loads reported early: in this step, and before it.
+        self._early = self._unsettled = False
         # For the step thread alone, after `finished`:
         self._errors: set[int] = set()
 
@@ -86,21 +87,33 @@ class WorkerSide:
         """
         first = next(iter(caches.values()), None)
         first = first[0] if isinstance(first, list | tuple) else first
-        device = str(getattr(getattr(first, "device", None), "type", "none"))
-        if device != "cpu":
-            self._refuse(f"a KV cache on {device} is not supported yet, only on cpu")
+        kind = str(getattr(getattr(first, "device", None), "type", "none"))
+        if kind not in ("cpu", "cuda"):
+            self._refuse(f"a KV cache on {kind} is not supported, only on cpu and cuda")
             return
         try:
             geometry = describe(caches, blocks, context)
-        except UnsupportedLayout as error:
+            uuid = self._make_copier(geometry, first)
+        except (UnsupportedLayout, KVStoreError, ImportError) as error:
             self._refuse(str(error))
             return
         self._block_bytes = geometry.block_bytes
-        attachment = self._client.attachment
-        self._copier = CpuCopier(geometry, attachment, self._shard, self._engine.group_blocks)
         self._committer = Committer(self._client, self._shard, self._committed)
         shard_bytes = geometry.block_bytes * self._engine.group_blocks
-        self._info = WorkerInfo(self._rank, self._shard, shard_bytes, geometry.layout)
+        self._info = WorkerInfo(
+            self._rank, self._shard, shard_bytes, geometry.layout, device_uuid=uuid
+        )
+
+    def _make_copier(self, geometry: Geometry, tensor: Any) -> str:
+        """Make the copier for where the KV cache is; return its GPU's UUID."""
+        attachment, group_blocks = self._client.attachment, self._engine.group_blocks
+        if tensor.device.type == "cpu":
+            self._copier = CpuCopier(geometry, attachment, self._shard, group_blocks)
+            return ""
+        from kvstore.connectors.vllm.cuda import make_copier
+
+        self._copier, uuid = make_copier(geometry, attachment, self._shard, group_blocks, tensor)
+        return uuid
 
     def _refuse(self, why: str) -> None:
         self._info.refusal = why
@@ -136,12 +149,8 @@ class WorkerSide:
         delayed, self._delayed = self._delayed, []
         for store in delayed:
             self._store(store)
-        if not self._storing:
-            return
-        wanted = self._storing if meta.handed_out is None else meta.handed_out.tolist()
-        for storing in {s for block in list(wanted) if (s := self._storing.get(block))}:
-            storing.copied.wait()
-            self._forget(storing)
+        if self._copier is not None and (meta.handed_out is None or len(meta.handed_out)):
+            self._copier.reuse(meta.handed_out)
 
     def load(self) -> None:
         """Start the step's loads. Idempotent."""
@@ -150,19 +159,31 @@ class WorkerSide:
             return
         self._loaded = meta.step
         for load in meta.loads:
-            self._load(load)
+            self._load(load, idle=meta.idle)
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: Load, *, idle: bool) -> None:
         def done(right: NDArray[np.bool_]) -> None:
             with self._lock:
                 self._bad += load.blocks[~right].tolist()
                 self._finished.append(load.request_id)
                 self._report.loaded_bytes += int(right.sum()) * self._block_bytes
 
+        def landed(right: bool) -> None:
+            with self._lock:
+                self._report.landed.append(load.load_id)
+                self._unsafe = self._unsafe or not right
+
         if self._copier is None or not len(load.slots):
             done(np.zeros(len(load.blocks), np.bool_))
         else:
-            self._copier.load(load.blocks, SlotRun(load.slots, load.boot_id), load.skip, done)
+            run = SlotRun(load.slots, load.boot_id)
+            early = self._copier.load(
+                load.blocks, run, load.skip, done, landed if REPORTS else None, idle=idle
+            )
+            if early:
+                self._early = True
+                with self._lock:
+                    self._report.early.append(load.load_id)
 
     def finish(self) -> set[str]:
         """After the forward pass: start the step's stores; return requests whose load is over."""
@@ -174,12 +195,26 @@ class WorkerSide:
             else:
                 for store in meta.stores:
                     self._store(store)
+            self._settle(meta)
+        if self._unsafe:
+            raise Unsafe(
+                "kvstore: slots were taken back while they were being read, after the engine was"
+                " told that their blocks are there; what it computed from them cannot be used"
+            )
         with self._lock:
             finished, self._finished = self._finished, []
             bad, self._bad = self._bad, []
         # What failed goes out with the same step as the request that waits for it.
         self._errors.update(bad)
         return set(finished)
+
+    def _settle(self, meta: StepMeta) -> None:
+        """See that what this step computed does not rest on loads that are not there yet."""
+        if self._copier is not None and self._unsettled and not meta.idle:
+            self._copier.settle()
+            self._unsettled = False
+        # Those of this very step are used from the next one on.
+        self._unsettled, self._early = self._unsettled or self._early, False
 
     def errors(self) -> set[int]:
         """Return engine blocks whose load failed, each once."""
@@ -190,23 +225,8 @@ class WorkerSide:
         committer = self._committer
         if not self._writes or self._copier is None or committer is None:
             return
-        storing = _Storing(store)
-        for block in storing.blocks:
-            self._storing[block] = storing
-
-        def done(copied: bool) -> None:
-            storing.copied.set()
-            committer.submit(store, copied)
-
         run = SlotRun(store.slots, store.boot_id, store.writers[self._shard])
-        self._copier.store(store.blocks, run, done)
-        for other in {s for s in self._storing.values() if s.copied.is_set()}:
-            self._forget(other)
-
-    def _forget(self, storing: _Storing) -> None:
-        for block in storing.blocks:
-            if self._storing.get(block) is storing:
-                del self._storing[block]
+        self._copier.store(store.blocks, run, lambda copied: committer.submit(store, copied))
 
     def _committed(self, store: Store, outcomes: bytes) -> None:
         """On the committer's thread: a store is over."""
@@ -220,7 +240,7 @@ class WorkerSide:
         changed = not self._info.refusal and self._notice()
         with self._lock:
             report = self._report
-            if not (changed or report.stored or report.loaded_bytes or report.stored_bytes):
+            if not changed and report == WorkerReport():
                 return None
             self._report = WorkerReport()
         if changed:

@@ -4,6 +4,6 @@ from kvstore.attach.attachment import Attachment
 from kvstore.attach.calls import new_id
 from kvstore.attach.held import Held
 from kvstore.attach.lease import Grant, Lease
-from kvstore.attach.slabs import MappedSlab
+from kvstore.attach.mapped import MappedSlab
 
 __all__ = ["Attachment", "Grant", "Held", "Lease", "MappedSlab", "new_id"]

@@ -298,6 +298,12 @@ class FakeHeld:
         base, stride = self._memory[shard].ctypes.data, self._memory.shape[2]
         return self._slots["index"].astype(np.uint64) * np.uint64(stride) + np.uint64(base)
 
+    def places(self, shard: int) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
+        return self.addresses(shard), np.zeros(len(self._slots), np.uint8)
+
+    def done(self) -> None:
+        self.__exit__()
+
     def current(self, shard: int) -> NDArray[np.bool_]:
         same: NDArray[np.bool_] = (
             self._generations[self._slots["index"]] == self._slots["generation"]
@@ -327,6 +333,9 @@ class FakeAttachment:
     @property
     def streams_only(self) -> bool:
         return self._daemon.up and self.unmappable
+
+    def use_devices(self, uuids: Sequence[str], pins: Any = None) -> None:
+        pass
 
     def wait_active(self, timeout_s: float) -> bool:
         return self.alive

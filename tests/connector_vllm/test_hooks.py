@@ -117,13 +117,13 @@ def test_the_plugin_makes_the_name_known() -> None:
     assert found is KVStoreConnector
 
 
-def test_a_gpu_is_refused_in_one_line() -> None:
+def test_another_device_is_refused_in_one_line() -> None:
     DAEMONS["mini"] = FakeDaemon()
     engine = MiniEngine(DAEMONS["mini"])
     worker = WorkerSide(engine.shape, FakeClient("mini"), tensor_rank=0, pipeline_rank=0)
-    worker.register({"l": SimpleNamespace(device=SimpleNamespace(type="cuda"))}, 4, "")
+    worker.register({"l": SimpleNamespace(device=SimpleNamespace(type="xpu"))}, 4, "")
     info = worker.introduce()
-    assert "cuda" in info.refusal
+    assert "xpu" in info.refusal
     engine.scheduler.set_workers([info])
     engine.run(engine.add(list(range(64)), 1))
     assert not engine.daemon.blocks

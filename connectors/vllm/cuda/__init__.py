@@ -1,0 +1,34 @@
+"""Copies between a KV cache in GPU memory and slots. Imported only where the KV cache is on CUDA.
+
+What runs where:
+
+- The engine's thread *submits*: it works out addresses (numpy), uploads one table per copy, and
+  queues copies, kernels and waits on streams of our own (`pipe`). It waits for nothing.
+- The GPU orders everything: a store waits for an event of the compute stream recorded when it was
+  submitted; a load likewise, because blocks that were handed out may still be written by a step in
+  flight. When blocks that a store still reads are handed out, the compute stream waits for the
+  store's event, and with it every load submitted afterwards.
+- A thread per direction waits for the copies' last events, compares generations, calls back.
+- Slabs are pinned in the background (`pins`). What is not pinned yet goes through a pinned bounce
+  buffer, on a thread (`pipe.Bounce`), because that takes copies by the CPU.
+
+Which way bytes go (`routes`):
+
+====================================  ==========================================================
+slot in the daemon's device memory    one kernel, slot to KV cache
+block in one large piece              batched DMA between slot and KV cache
+block in many pieces, large slots     a kernel gathers or scatters through a ring of staging
+                                      buffers on the GPU, with DMA of whole slots behind it
+block in many pieces, small slots     one kernel, straight between KV cache and pinned memory
+not pinned                            the ring, with DMA to and from the bounce buffer
+====================================  ==========================================================
+
+What a failure leaves: a copy that cannot be submitted or ends in an error is waited for, then
+reported as failed; slots stay mapped and granted until nothing touches them any more.
+"""
+
+from __future__ import annotations
+
+from kvstore.connectors.vllm.cuda.copier import CudaCopier, make_copier
+
+__all__ = ["CudaCopier", "make_copier"]

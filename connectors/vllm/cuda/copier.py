@@ -1,0 +1,442 @@
+"""Copies between a KV cache on a GPU and slots, ordered on the GPU.
+
+The engine's thread calls `load`, `store` and `reuse`; a copy is submitted in the call. Two threads
+wait for copies to end, one per direction, in the order of submission; a third one, made when it is
+needed, submits copies that the CPU must help with.
+
+A load may be reported before its bytes are there (`landed` is given, the engine has nothing else to
+do, and little else is on its way): the compute stream then waits for it on the GPU, so the next
+step is prepared meanwhile. That is only safe because the slots were the granted ones *after*
+everything was submitted, and because `settle` compares them once more before the engine may pass
+on anything computed from them.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.attach.mapped import DEVICE, PAGEABLE
+from kvstore.connectors.vllm.copier import Lane, SlotRun
+from kvstore.connectors.vllm.cuda.pins import SlabPins
+from kvstore.connectors.vllm.cuda.pipe import Mover, Pipe, Runtime
+from kvstore.connectors.vllm.cuda.routes import Job, job_of, route_of
+from kvstore.connectors.vllm.geometry import Geometry
+from kvstore.connectors.vllm.guard import log_once
+from kvstore.connectors.vllm.store import Attachment, Held
+from kvstore.errors import KVStoreError
+
+__all__ = ["CudaCopier", "make_copier"]
+
+# Of each buffer in the rings: large enough that submitting is cheap, small beside the memory.
+_CHUNK_BYTES: Final = 32 << 20
+_BOUNCE_CHUNK_BYTES: Final = 8 << 20
+# A load is reported early only while no more than this is on its way: the compute stream, and
+# whoever comes next, waits for it (40 ms).
+_EARLY_BYTES: Final = 2 << 30
+
+
+class Device(Runtime, Protocol):
+    """A runtime, and the engine's place in it."""
+
+    def compute_stream(self) -> int:
+        """Return the stream that the engine computes on, as seen from its thread."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One copy.
+
+    Attributes:
+        begun: recorded on the compute stream when the copy was asked for.
+        read: a store has read its blocks.
+        done: the bytes are in place.
+        submitted: set when `read` and `done` stand for this copy.
+    """
+
+    held: Held
+    begun: int
+    read: int
+    done: int
+    length: int = 0
+    failed: bool = False
+    submitted: threading.Event = field(default_factory=threading.Event)
+
+
+class CudaCopier:
+    """See `Copier`."""
+
+    def __init__(
+        self,
+        device: Device,
+        make_mover: Callable[[int], Mover],
+        geometry: Geometry,
+        attachment: Attachment,
+        shard: int,
+        group_blocks: int,
+        *,
+        device_number: int,
+        multiprocessors: int,
+        chunk_bytes: int = _CHUNK_BYTES,
+        bounce_chunk_bytes: int = _BOUNCE_CHUNK_BYTES,
+    ) -> None:
+        """Take streams and buffers, compile kernels, start threads.
+
+        Args:
+            device: the runtime.
+            make_mover: makes kernels.
+            geometry: of the KV cache.
+            attachment: that maps the slots.
+            shard: that this rank holds.
+            group_blocks: engine blocks per slot.
+            device_number: of the GPU in this process.
+            multiprocessors: it has so many.
+            chunk_bytes: of each of the four buffers on the GPU.
+            bounce_chunk_bytes: of each of those for what is not pinned.
+        """
+        self._device = device
+        self._device_number = device_number
+        self._geometry = geometry
+        self._attachment = attachment
+        self._shard = shard
+        self._group_blocks = group_blocks
+        route = route_of(geometry, group_blocks)
+
+        def make_pipe(*, to_cache: bool, bounce: bool = False) -> Pipe:
+            return Pipe(
+                device,
+                make_mover,
+                geometry,
+                route,
+                to_cache=to_cache,
+                chunk_bytes=bounce_chunk_bytes if bounce else chunk_bytes,
+                device_programs=4 * multiprocessors,
+                bounce=bounce,
+            )
+
+        self._make_pipe = make_pipe
+        self._in: Final = make_pipe(to_cache=True)
+        self._out: Final = make_pipe(to_cache=False)
+        self._slow: dict[bool, Pipe] = {}
+        self._slow_lane: Lane | None = None
+        self._loads: Final = Lane("kvstore-load", self._use_device)
+        self._stores: Final = Lane("kvstore-store", self._use_device)
+        self._events: queue.SimpleQueue[int] = queue.SimpleQueue()
+        # Which store reads a block, by number; the engine's thread alone writes it.
+        self._reader = np.zeros(geometry.blocks, np.int64)
+        self._numbers = 0
+        self._guard = threading.Lock()
+        self._storing: dict[int, _Flight] = {}
+        self._early = 0
+        self._inbound = 0
+        self._changed = threading.Condition(self._guard)
+        self._closed = False
+
+    def _use_device(self) -> None:
+        self._device.set_device(self._device_number)
+
+    def _event(self) -> int:
+        try:
+            return self._events.get_nowait()
+        except queue.Empty:
+            return self._device.event_create()
+
+    # Loads.
+
+    def load(
+        self,
+        blocks: NDArray[np.int32],
+        run: SlotRun,
+        skip: int,
+        done: Callable[[NDArray[np.bool_]], None],
+        landed: Callable[[bool], None] | None = None,
+        *,
+        idle: bool = False,
+    ) -> bool:
+        """See `Copier.load`."""
+        nothing = np.zeros(len(blocks), np.bool_)
+        flight: _Flight | None = None
+        try:
+            flight = self._board(run)
+            job = self._job(flight, blocks, run, skip)
+            flight.length = len(blocks) * self._geometry.block_bytes
+            with self._guard:
+                self._inbound += flight.length
+            if (job.reach == PAGEABLE).any():
+                self._submit_slowly(flight, job, to_cache=True)
+                landed = None
+            else:
+                self._submit(self._in, flight, job, to_cache=True)
+                if landed is not None and not self._may_be_early(flight, run, job, idle=idle):
+                    landed = None
+        except Exception as error:  # noqa: BLE001 - the boundary: fail this load
+            _tell("load", error)
+            if flight is None:
+                done(nothing)
+                return False
+            flight.failed, landed = True, None
+            flight.submitted.set()
+        if landed is not None:
+            self._device.stream_wait_event(self._device.compute_stream(), flight.done)
+            with self._guard:
+                self._early += 1
+            done(~nothing)
+        places = (skip + np.arange(len(blocks))) // self._group_blocks
+        self._loads.submit(lambda: self._loaded(flight, run, places, done, landed))
+        return landed is not None
+
+    def _may_be_early(self, flight: _Flight, run: SlotRun, job: Job, *, idle: bool) -> bool:
+        """Return whether a load that was just submitted can be reported at once."""
+        with self._guard:
+            much = self._inbound > _EARLY_BYTES
+        if (much or not idle) and not (job.reach == DEVICE).all():
+            return False
+        # From here on nothing that stops this process delays the copy.
+        return self._granted(run) and bool(flight.held.current(self._shard).all())
+
+    def _granted(self, run: SlotRun) -> bool:
+        # A daemon that is gone raises no generation any more.
+        return self._attachment.alive and self._attachment.boot_id == run.boot_id
+
+    def _loaded(
+        self,
+        flight: _Flight,
+        run: SlotRun,
+        places: NDArray[np.int64],
+        done: Callable[[NDArray[np.bool_]], None],
+        landed: Callable[[bool], None] | None,
+    ) -> None:
+        """On the loads' thread: wait for a load, compare generations, say what is right."""
+        right = np.zeros(len(places), np.bool_)
+        try:
+            if self._arrived("load", self._in, flight):
+                current = flight.held.current(self._shard)
+                # Reported early, it was checked against the daemon before; see `load`.
+                if landed is not None or self._granted(run):
+                    right = current[places]
+        except KVStoreError as error:
+            _tell("load", error)
+        finally:
+            self._leave(flight)
+            if landed is None:
+                done(right)
+            else:
+                landed(bool(right.all()))
+            with self._changed:
+                self._inbound -= flight.length
+                self._early -= landed is not None
+                self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Wait until every load that was reported early has said `landed`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._early)
+
+    # Stores.
+
+    def store(self, blocks: NDArray[np.int32], run: SlotRun, done: Callable[[bool], None]) -> None:
+        """See `Copier.store`."""
+        flat = blocks.ravel()
+        flight: _Flight | None = None
+        number = 0
+        try:
+            flight = self._board(run)
+            flight.read = self._event()
+            job = self._job(flight, flat, run, 0)
+            number = self._numbers = self._numbers + 1
+            with self._guard:
+                self._storing[number] = flight
+            self._reader[flat] = number
+            if (job.reach == PAGEABLE).any():
+                self._submit_slowly(flight, job, to_cache=False)
+            else:
+                self._submit(self._out, flight, job, to_cache=False)
+        except Exception as error:  # noqa: BLE001 - the boundary: fail this store
+            _tell("store", error)
+            if flight is None:
+                done(False)
+                return
+            flight.failed = True
+            flight.submitted.set()
+        self._stores.submit(lambda: self._stored(number, flight, done))
+
+    def _stored(self, number: int, flight: _Flight, done: Callable[[bool], None]) -> None:
+        """On the stores' thread: wait for a store."""
+        arrived = self._arrived("store", self._out, flight)
+        with self._guard:
+            # From here on nobody waits for its events any more.
+            self._storing.pop(number, None)
+        self._leave(flight)
+        done(arrived)
+
+    def reuse(self, blocks: NDArray[np.int32] | None) -> None:
+        """See `Copier.reuse`: the compute stream waits; loads submitted later wait for it."""
+        with self._guard:
+            if not self._storing:
+                return
+            reading = set(self._storing)
+            if blocks is not None:
+                reading &= set(np.unique(self._reader[blocks]).tolist())
+            flights = [self._storing[number] for number in sorted(reading)]
+        for flight in flights:
+            # Only for copies that another thread submits, or that failed, this waits.
+            flight.submitted.wait()
+            if flight.failed:
+                self._quiet(self._out)
+        with self._guard:
+            compute = self._device.compute_stream()
+            for number in sorted(reading & set(self._storing)):
+                self._device.stream_wait_event(compute, self._storing[number].read)
+
+    # Both.
+
+    def _board(self, run: SlotRun) -> _Flight:
+        """Keep the slots mapped, and remember what the compute stream has to do before."""
+        held = self._attachment.using(run.slots, boot_id=run.boot_id, writer_id=run.writer_id)
+        try:
+            flight = _Flight(held, self._event(), 0, self._event())
+            self._device.event_record(flight.begun, self._device.compute_stream())
+        except BaseException:
+            held.done()
+            raise
+        return flight
+
+    def _job(self, flight: _Flight, blocks: NDArray[np.int32], run: SlotRun, skip: int) -> Job:
+        addresses, reach = flight.held.places(self._shard)
+        return job_of(self._geometry, blocks, run.slots, addresses, reach, skip, self._group_blocks)
+
+    @staticmethod
+    def _submit(pipe: Pipe, flight: _Flight, job: Job, *, to_cache: bool) -> None:
+        here = job.reach == DEVICE
+        if here.any() and not to_cache:
+            raise ValueError("slots on the GPU are for reading only")
+        pipe.begin(flight.begun)
+        if here.any():
+            pipe.device(job.part(here))
+        if not here.all():
+            pipe.host(job.part(~here))
+        if to_cache:
+            pipe.end(flight.done)
+        else:
+            pipe.end(flight.done, flight.read)
+        flight.submitted.set()
+
+    def _submit_slowly(self, flight: _Flight, job: Job, *, to_cache: bool) -> None:
+        """Let another thread submit, because the CPU must copy too."""
+        if self._slow_lane is None:
+            self._slow_lane = Lane("kvstore-bounce", self._use_device)
+
+        def submit() -> None:
+            try:
+                pipe = self._slow.get(to_cache)
+                if pipe is None:
+                    pipe = self._slow[to_cache] = self._make_pipe(to_cache=to_cache, bounce=True)
+                self._submit(pipe, flight, job, to_cache=to_cache)
+            except Exception as error:  # noqa: BLE001 - the thread's boundary: fail this copy
+                _tell("copy", error)
+                flight.failed = True
+            finally:
+                flight.submitted.set()
+
+        self._slow_lane.submit(submit)
+
+    def _arrived(self, what: str, pipe: Pipe, flight: _Flight) -> bool:
+        """Wait for a copy; return whether it went well. Afterwards nothing of it is under way."""
+        flight.submitted.wait()
+        try:
+            if not flight.failed:
+                self._device.event_synchronize(flight.done)
+                return True
+            self._quiet(pipe)
+        except KVStoreError as error:
+            _tell(what, error)
+        return False
+
+    def _quiet(self, pipe: Pipe) -> None:
+        for one in (pipe, *self._slow.values()):
+            one.synchronize()
+
+    def _leave(self, flight: _Flight) -> None:
+        flight.held.done()
+        for event in (flight.begun, flight.read, flight.done):
+            if event:
+                self._events.put(event)
+
+    def close(self) -> None:
+        """See `Copier.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._slow_lane is not None:
+            self._slow_lane.close()
+        self._loads.close()
+        self._stores.close()
+        for pipe in (self._in, self._out, *self._slow.values()):
+            pipe.close()
+        while not self._events.empty():
+            self._device.event_destroy(self._events.get())
+
+
+def _tell(what: str, error: BaseException) -> None:
+    if isinstance(error, KVStoreError):
+        log_once(logging.WARNING, "a %s could not be done: %s", what, error)
+    else:
+        log_once(logging.ERROR, "a %s failed: %r", what, error, exc_info=True)
+
+
+def make_copier(
+    geometry: Geometry, attachment: Attachment, shard: int, group_blocks: int, tensor: Any
+) -> tuple[CudaCopier, str]:
+    """Make the copier for a KV cache, and have this rank's slabs pinned from now on.
+
+    Args:
+        geometry: of the KV cache.
+        attachment: that maps the slots.
+        shard: that this rank holds.
+        group_blocks: engine blocks per slot.
+        tensor: of the KV cache.
+
+    Returns:
+        The copier, and the UUID of its device.
+
+    Raises:
+        CudaError: there is no usable CUDA runtime, or no memory.
+    """
+    import torch
+
+    from kvstore.connectors.vllm.cuda import kernels
+    from kvstore.connectors.vllm.cuda.units import cut
+    from kvstore.cudart import Cudart, cudart
+
+    class Torch(Cudart):
+        """The runtime, and PyTorch's idea of the current stream."""
+
+        def compute_stream(self) -> int:
+            return int(torch.cuda.current_stream(number).cuda_stream)
+
+    number = int(tensor.device.index or 0)
+    runtime = cudart()
+    device = Torch(runtime.library)
+    units = cut(geometry)
+    with device.on_device(number):
+        uuid = device.device_uuid(number)
+        properties = torch.cuda.get_device_properties(number)
+        copier = CudaCopier(
+            device,
+            lambda rows: kernels.Mover(units, tensor.device, rows),
+            geometry,
+            attachment,
+            shard,
+            group_blocks,
+            device_number=number,
+            multiprocessors=int(properties.multi_processor_count),
+        )
+    attachment.use_devices([uuid], SlabPins(device, number))
+    return copier, uuid

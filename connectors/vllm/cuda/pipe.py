@@ -1,0 +1,330 @@
+"""One direction's streams, and the buffers that its bytes pass through.
+
+Two streams: kernels run on one, DMA on the other, so that a chunk is gathered or scattered while
+the next is on the bus. The ring has two buffers: a kernel is many times faster than the bus. Events
+between the streams say when a buffer is full and when it is free again; recording an event anew is
+safe, because a wait refers to the record before it.
+
+Not thread-safe: whoever submits holds the pipe for the whole copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.connectors.vllm.cuda.routes import Job, Route, pieces
+from kvstore.connectors.vllm.geometry import Geometry
+from kvstore.memory import copy_batch
+
+__all__ = ["Bounce", "Mover", "Pipe", "Runtime"]
+
+U64 = NDArray[np.uint64]
+
+_BUFFERS: Final = 2
+# Rows that one upload may have, and uploads before the first one's pinned memory is used again.
+_ROWS: Final = 2048
+_UPLOADS: Final = 16
+# How many programs a kernel is given. Between staging and KV cache a few keep up with the bus;
+# over the bus itself more must be in flight; within the GPU's memory all multiprocessors work.
+_RING_PROGRAMS: Final = 16
+_BUS_PROGRAMS: Final = 32
+
+
+class Runtime(Protocol):
+    """What a pipe needs of `kvstore.cudart.Cudart`."""
+
+    def malloc(self, length: int) -> int:
+        """See `Cudart`."""
+
+    def free(self, address: int) -> None:
+        """See `Cudart`."""
+
+    def host_alloc(self, length: int) -> int:
+        """See `Cudart`."""
+
+    def host_free(self, address: int) -> None:
+        """See `Cudart`."""
+
+    def memcpy_async(self, destination: int, source: int, length: int, stream: int) -> None:
+        """See `Cudart`."""
+
+    def memcpy_batch_async(
+        self, destinations: U64, sources: U64, lengths: U64, stream: int
+    ) -> None:
+        """See `Cudart`."""
+
+    def set_device(self, device: int) -> None:
+        """See `Cudart`."""
+
+    def stream_create(self, priority: int = 0) -> int:
+        """See `Cudart`."""
+
+    def stream_destroy(self, stream: int) -> None:
+        """See `Cudart`."""
+
+    def stream_synchronize(self, stream: int) -> None:
+        """See `Cudart`."""
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        """See `Cudart`."""
+
+    def event_create(self, *, timing: bool = False) -> int:
+        """See `Cudart`."""
+
+    def event_destroy(self, event: int) -> None:
+        """See `Cudart`."""
+
+    def event_record(self, event: int, stream: int) -> None:
+        """See `Cudart`."""
+
+    def event_synchronize(self, event: int) -> None:
+        """See `Cudart`."""
+
+
+class Mover(Protocol):
+    """What a pipe needs of `kernels.Mover`."""
+
+    @property
+    def rows_address(self) -> int:
+        """Where rows are to be uploaded."""
+
+    def encode(self, blocks: NDArray[np.int32], packed: U64) -> NDArray[np.int64]:
+        """Return rows."""
+
+    def aligned(self, packed: U64) -> bool:
+        """Return whether the kernel can work on these addresses."""
+
+    def move(
+        self, first_row: int, rows: int, *, to_cache: bool, programs: int, stream: int
+    ) -> None:
+        """Move all blocks of some rows."""
+
+    def warm_up(self, stream: int) -> None:
+        """Compile."""
+
+
+class Bounce:
+    """Pinned buffers for what is not pinned, one for each buffer of a ring.
+
+    The CPU copies between them and the slots, without the GIL, on the thread that submits.
+    """
+
+    def __init__(self, cuda: Runtime, buffer_bytes: int) -> None:
+        """Take pinned memory."""
+        self._cuda = cuda
+        self._buffer_bytes = buffer_bytes
+        self._memory = cuda.host_alloc(_BUFFERS * buffer_bytes)
+
+    def places(self, buffer: int, count: int, length: int) -> U64:
+        """Return addresses for `count` blocks of `length` bytes in a buffer."""
+        begin = self._memory + buffer * self._buffer_bytes
+        return np.uint64(begin) + np.arange(count, dtype=np.uint64) * np.uint64(length)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._cuda.host_free(self._memory)
+
+
+class Pipe:
+    """Copies of one direction."""
+
+    def __init__(
+        self,
+        cuda: Runtime,
+        make_mover: Callable[[int], Mover],
+        geometry: Geometry,
+        route: Route,
+        *,
+        to_cache: bool,
+        chunk_bytes: int,
+        device_programs: int,
+        bounce: bool = False,
+    ) -> None:
+        """Take streams, events and buffers. The calling thread's device is the one to work on.
+
+        Args:
+            cuda: the runtime.
+            make_mover: makes the kernel, with room for so many rows.
+            geometry: of the KV cache.
+            route: for slots in host memory.
+            to_cache: loads; else stores.
+            chunk_bytes: of a buffer of the ring.
+            device_programs: for kernels within the GPU's memory.
+            bounce: for slots that are not pinned.
+        """
+        self._cuda = cuda
+        self._geometry = geometry
+        self._to_cache = to_cache
+        self._route = Route.RING if bounce else route
+        self._device_programs = device_programs
+        self._mover = make_mover(_ROWS * _UPLOADS)
+        self.kernels: Final = cuda.stream_create()
+        self.dma: Final = cuda.stream_create()
+        self._chunk_blocks = max(1, min(chunk_bytes // geometry.block_bytes, _ROWS))
+        self._ring = 0
+        buffer_bytes = self._chunk_blocks * geometry.block_bytes
+        if self._route is Route.RING:
+            self._ring = cuda.malloc(_BUFFERS * buffer_bytes)
+        self._bounce = Bounce(cuda, buffer_bytes) if bounce else None
+        self._next = 0
+        # Per buffer: the kernel is done with it; the bus is done with it.
+        self._kernel_done = [cuda.event_create() for _ in range(_BUFFERS)]
+        self._dma_done = [cuda.event_create() for _ in range(_BUFFERS)]
+        self._joined = cuda.event_create()
+        self._upload = 0
+        self._uploaded = [cuda.event_create() for _ in range(_UPLOADS)]
+        self._rows_memory = cuda.host_alloc(_ROWS * _UPLOADS * 16)
+        self._rows = np.ctypeslib.as_array(
+            (ctypes.c_int64 * (_ROWS * _UPLOADS * 2)).from_address(self._rows_memory)
+        ).reshape(_UPLOADS, _ROWS, 2)
+        self._mover.warm_up(self.kernels)
+
+    def begin(self, after: int) -> None:
+        """Let everything submitted from now on wait for an event, on the GPU."""
+        self._cuda.stream_wait_event(self.kernels, after)
+        self._cuda.stream_wait_event(self.dma, after)
+
+    def host(self, job: Job) -> None:
+        """Copy between host slots and the KV cache."""
+        if self._route is Route.RING:
+            self._through_ring(job)
+        elif self._route is Route.KERNEL:
+            self._by_kernel(job, _BUS_PROGRAMS)
+        else:
+            geometry = self._geometry
+            cache = geometry.bases[0] + job.blocks.astype(np.uint64) * geometry.strides[0]
+            self._copy(cache, job.packed, job.groups)
+
+    def device(self, job: Job) -> None:
+        """Copy between slots in this GPU's memory and the KV cache."""
+        self._by_kernel(job, self._device_programs)
+
+    def end(self, done: int, read: int = 0) -> None:
+        """Record that the copy is done, and for a store, that the KV cache has been read."""
+        cuda = self._cuda
+        if self._to_cache:
+            cuda.event_record(self._joined, self.dma)
+            cuda.stream_wait_event(self.kernels, self._joined)
+            cuda.event_record(done, self.kernels)
+            return
+        reads = self.dma if self._route is Route.DMA else self.kernels
+        cuda.event_record(read, reads)
+        # A later gather need not wait for this copy's DMA.
+        cuda.stream_wait_event(self.dma, read)
+        cuda.event_record(done, self.dma)
+
+    def synchronize(self) -> None:
+        """Wait until nothing is under way."""
+        self._cuda.stream_synchronize(self.kernels)
+        self._cuda.stream_synchronize(self.dma)
+
+    def close(self) -> None:
+        """Wait, then give everything back."""
+        cuda = self._cuda
+        self.synchronize()
+        for event in (*self._kernel_done, *self._dma_done, *self._uploaded, self._joined):
+            cuda.event_destroy(event)
+        cuda.stream_destroy(self.kernels)
+        cuda.stream_destroy(self.dma)
+        if self._ring:
+            cuda.free(self._ring)
+        if self._bounce is not None:
+            self._bounce.close()
+        del self._rows
+        cuda.host_free(self._rows_memory)
+
+    def _copy(self, device: U64, packed: U64, groups: NDArray[np.uint32]) -> None:
+        device, packed, lengths = pieces(device, packed, groups, self._geometry.block_bytes)
+        to, of = (device, packed) if self._to_cache else (packed, device)
+        self._cuda.memcpy_batch_async(to, of, lengths, self.dma)
+
+    def _uploads(self, blocks: NDArray[np.int32], packed: U64) -> Iterator[tuple[int, int, int]]:
+        """Upload rows, as many at a time as fit; yield the first row, begin, and end of each."""
+        cuda = self._cuda
+        for begin in range(0, len(blocks), _ROWS):
+            end = min(begin + _ROWS, len(blocks))
+            upload = self._upload % _UPLOADS
+            if self._upload >= _UPLOADS:
+                # Sixteen copies later its upload is over, unless the compute stream is far behind.
+                cuda.event_synchronize(self._uploaded[upload])
+            self._upload += 1
+            rows = self._rows[upload]
+            rows[: end - begin] = self._mover.encode(blocks[begin:end], packed[begin:end])
+            first = upload * _ROWS
+            cuda.memcpy_async(
+                self._mover.rows_address + first * 16,
+                self._rows_memory + first * 16,
+                (end - begin) * 16,
+                self.kernels,
+            )
+            cuda.event_record(self._uploaded[upload], self.kernels)
+            yield first, begin, end
+
+    def _by_kernel(self, job: Job, programs: int) -> None:
+        if not self._mover.aligned(job.packed):
+            raise ValueError("slots are not aligned as the KV cache is")
+        for first, begin, end in self._uploads(job.blocks, job.packed):
+            self._mover.move(
+                first,
+                end - begin,
+                to_cache=self._to_cache,
+                programs=programs,
+                stream=self.kernels,
+            )
+
+    def _through_ring(self, job: Job) -> None:
+        size, chunk = self._geometry.block_bytes, self._chunk_blocks
+        # A copy that is no whole number of chunks ends early in its last buffer.
+        at = np.arange(len(job), dtype=np.uint64)
+        buffers = (at // np.uint64(chunk) + np.uint64(self._next)) % np.uint64(_BUFFERS)
+        inside = at % np.uint64(chunk)
+        staged = np.uint64(self._ring) + (buffers * np.uint64(chunk) + inside) * np.uint64(size)
+        for first, begin, end in self._uploads(job.blocks, staged):
+            # Uploads hold whole chunks, because _ROWS may not be a multiple: cut at both.
+            while begin < end:
+                stop = min(end, (begin // chunk + 1) * chunk)
+                buffer = int(buffers[begin])
+                part = slice(begin, stop)
+                self._chunk(buffer, first, staged[part], job.packed[part], job.groups[part])
+                first += stop - begin
+                begin = stop
+        self._next = (self._next + -(-len(job) // chunk)) % _BUFFERS
+
+    def _chunk(
+        self, buffer: int, first: int, staged: U64, packed: U64, groups: NDArray[np.uint32]
+    ) -> None:
+        cuda, count, bounce = self._cuda, len(staged), self._bounce
+        size = self._geometry.block_bytes
+        slots = packed
+        if bounce is not None:
+            packed, groups = bounce.places(buffer, count, size), np.zeros(count, np.uint32)
+        if self._to_cache:
+            if bounce is not None:
+                cuda.event_synchronize(self._dma_done[buffer])
+                copy_batch(packed, slots, size)
+            cuda.stream_wait_event(self.dma, self._kernel_done[buffer])
+            self._copy(staged, packed, groups)
+            cuda.event_record(self._dma_done[buffer], self.dma)
+            cuda.stream_wait_event(self.kernels, self._dma_done[buffer])
+            self._ring_kernel(first, count)
+            cuda.event_record(self._kernel_done[buffer], self.kernels)
+            return
+        cuda.stream_wait_event(self.kernels, self._dma_done[buffer])
+        self._ring_kernel(first, count)
+        cuda.event_record(self._kernel_done[buffer], self.kernels)
+        cuda.stream_wait_event(self.dma, self._kernel_done[buffer])
+        self._copy(staged, packed, groups)
+        cuda.event_record(self._dma_done[buffer], self.dma)
+        if bounce is not None:
+            cuda.event_synchronize(self._dma_done[buffer])
+            copy_batch(slots, packed, size)
+
+    def _ring_kernel(self, first: int, count: int) -> None:
+        self._mover.move(
+            first, count, to_cache=self._to_cache, programs=_RING_PROGRAMS, stream=self.kernels
+        )

@@ -1,0 +1,362 @@
+"""Order between compute, loads and stores, on a GPU that runs everything as late as it may."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import pytest
+from fake_cuda import COMPUTE, FakeCuda, FakeMover
+from numpy.typing import NDArray
+
+from kvstore.attach.mapped import DEVICE, PAGEABLE, PINNED
+from kvstore.connectors.vllm.copier import SlotRun
+from kvstore.connectors.vllm.cuda.copier import CudaCopier
+from kvstore.connectors.vllm.cuda.routes import Route, pieces, route_of
+from kvstore.connectors.vllm.geometry import Geometry
+from kvstore.errors import AttachmentLost
+
+BOOT = b"boot"
+GROUP_BLOCKS = 4
+SLOTS = 12
+BLOCKS = 40
+# One contiguous piece of 512 KiB; four pieces and large slots; four pieces and small slots.
+SHAPES = {Route.DMA: (1, 1 << 19), Route.RING: (4, 1 << 15), Route.KERNEL: (4, 1 << 10)}
+
+
+@dataclass
+class World:
+    """A KV cache, slots, and who may read them."""
+
+    route: Route
+    seed: int
+    reach: int = PINNED
+    boot_id: bytes = BOOT
+    alive: bool = True
+    users: int = 0
+
+    def __post_init__(self) -> None:
+        segments, length = SHAPES[self.route]
+        self.cache = np.zeros((segments, BLOCKS, length), np.uint8)
+        one = np.ones(segments, np.uint64)
+        self.geometry = Geometry(
+            bases=np.uint64(self.cache.ctypes.data)
+            + np.arange(segments, dtype=np.uint64) * np.uint64(BLOCKS * length),
+            strides=one * np.uint64(length),
+            lengths=one * np.uint64(length),
+            offsets=np.arange(segments, dtype=np.uint64) * np.uint64(length),
+            block_bytes=segments * length,
+            blocks=BLOCKS,
+            layout="test",
+        )
+        assert route_of(self.geometry, GROUP_BLOCKS) is self.route
+        self.memory = np.zeros((SLOTS, GROUP_BLOCKS * self.geometry.block_bytes), np.uint8)
+        self.generations = np.zeros(SLOTS, np.uint64)
+        self.cuda = FakeCuda(self.seed)
+        self.copier = CudaCopier(
+            self.cuda,
+            lambda rows: FakeMover(self.cuda, self.geometry, rows),
+            self.geometry,
+            self,  # type: ignore[arg-type]
+            0,
+            GROUP_BLOCKS,
+            device_number=0,
+            multiprocessors=2,
+            chunk_bytes=3 * self.geometry.block_bytes,
+            bounce_chunk_bytes=2 * self.geometry.block_bytes,
+        )
+
+    def slots(self, *indices: int) -> Any:
+        kind = [("group", "<u4"), ("index", "<u4"), ("generation", "<u8")]
+        return np.array([(1, i, self.generations[i]) for i in indices], kind)
+
+    def using(self, slots: Any, *, boot_id: bytes, writer_id: int = 0) -> Held:
+        if boot_id != self.boot_id:
+            raise AttachmentLost("another run")
+        self.users += 1
+        return Held(self, slots)
+
+    def compute(self, blocks: list[int], value: int) -> None:
+        """A step that fills blocks; each gets bytes of its own."""
+
+        def kernel() -> None:
+            for block in blocks:
+                self.cache[:, block] = pattern(value, block)
+
+        self.cuda.launch(COMPUTE, kernel)
+
+    def seen(self, blocks: list[int]) -> list[NDArray[np.uint8]]:
+        """A step that reads blocks; filled in when it runs."""
+        into: list[NDArray[np.uint8]] = []
+        self.cuda.launch(
+            COMPUTE, lambda: into.extend(self.cache[:, block].copy() for block in blocks)
+        )
+        return into
+
+    def fill(self, slot: int, value: int) -> None:
+        for i, row in enumerate(self.memory[slot].reshape(GROUP_BLOCKS, -1)):
+            row[:] = pattern(value, i)
+
+    def store(self, blocks: list[int], *slots: int) -> Result:
+        result = Result()
+        run = SlotRun(self.slots(*slots), BOOT, 7)
+        table = np.array(blocks, np.int32).reshape(-1, GROUP_BLOCKS)
+        self.copier.store(table, run, result.take)
+        return result
+
+    def load(self, blocks: list[int], *slots: int, skip: int = 0, **options: Any) -> Result:
+        result = Result()
+        run = SlotRun(self.slots(*slots), BOOT)
+        result.early = self.copier.load(
+            np.array(blocks, np.int32), run, skip, result.take, result.land, **options
+        )
+        return result
+
+    def close(self) -> None:
+        self.copier.close()
+        self.cuda.drain()
+        assert not self.users
+        assert not self.cuda.memory
+        assert set(self.cuda.events) == self.cuda.destroyed
+
+
+class Held:
+    def __init__(self, world: World, slots: Any) -> None:
+        self.world, self.named = world, slots
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *what: object) -> None:
+        self.done()
+
+    def done(self) -> None:
+        self.world.users -= 1
+
+    def places(self, shard: int) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
+        memory = self.world.memory
+        base, stride = np.uint64(memory.ctypes.data), np.uint64(memory.shape[1])
+        addresses = base + self.named["index"].astype(np.uint64) * stride
+        return addresses, np.full(len(addresses), self.world.reach, np.uint8)
+
+    def current(self, shard: int) -> NDArray[np.bool_]:
+        same: NDArray[np.bool_] = (
+            self.world.generations[self.named["index"]] == self.named["generation"]
+        )
+        return same
+
+
+@dataclass
+class Result:
+    said: list[Any] = field(default_factory=list)
+    landed: list[bool] = field(default_factory=list)
+    early: bool = False
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def take(self, what: Any) -> None:
+        self.said.append(what)
+        if not self.early:
+            self.over.set()
+
+    def land(self, right: bool) -> None:
+        self.landed.append(right)
+        self.over.set()
+
+    def wait(self) -> Any:
+        assert self.over.wait(60)
+        (what,) = self.said
+        return what
+
+
+def pattern(value: int, salt: int) -> int:
+    return (31 * value + 7 * salt) % 251 + 1
+
+
+Make = Callable[..., World]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    worlds: list[World] = []
+
+    def one(route: Route, seed: int = 0, **options: Any) -> World:
+        worlds.append(World(route, seed, **options))
+        return worlds[-1]
+
+    yield one
+    for world in worlds:
+        world.close()
+
+
+ways = pytest.mark.parametrize("route", list(Route))
+reaches = pytest.mark.parametrize("reach", [PINNED, PAGEABLE])
+
+
+@ways
+@reaches
+def test_a_store_takes_what_the_compute_stream_has_written_by_then(
+    make: Make, route: Route, reach: int
+) -> None:
+    world = make(route, reach=reach)
+    blocks = [3, 4, 5, 6, 30, 2, 9, 1]
+    world.compute(blocks, 1)
+    first = world.store(blocks, 5, 6)
+    # The next step's blocks are others; it must not matter that it is queued already.
+    world.compute([20, 21], 2)
+    assert first.wait() is True
+    for i, block in enumerate(blocks):
+        row = world.memory[5 + i // 4].reshape(GROUP_BLOCKS, -1)[i % 4]
+        assert (row == pattern(1, block)).all()
+
+
+@ways
+@reaches
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_with_new_owners_are_written_only_when_stores_have_read_them(
+    make: Make, route: Route, reach: int, seed: int
+) -> None:
+    world = make(route, seed, reach=reach)
+    blocks = list(range(8, 32))
+    world.compute(blocks, 1)
+    stores = [world.store(blocks[at : at + 8], at // 4, at // 4 + 1) for at in (0, 8, 16)]
+    world.fill(10, 9)
+    # Half of the blocks go to a new request, half are loaded into; nobody waits in between.
+    world.copier.reuse(np.array([8, 9, 10, 11, 24, 25, 26, 27], np.int32))
+    world.compute([8, 9, 10, 11], 2)
+    loaded = world.load([24, 25, 26, 27], 10)
+    world.copier.reuse(None)
+    world.compute([16, 17], 3)
+    for store in stores:
+        assert store.wait() is True
+    assert loaded.wait().all()
+    for i, block in enumerate(blocks):
+        row = world.memory[i // 4].reshape(GROUP_BLOCKS, -1)[i % 4]
+        assert (row == pattern(1, block)).all(), block
+    for i, block in enumerate([24, 25, 26, 27]):
+        assert (world.cache[:, block] == pattern(9, i)).all()
+
+
+@ways
+@pytest.mark.parametrize("reach", [PINNED, PAGEABLE, DEVICE])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_load_comes_after_steps_under_way_and_before_those_that_use_it(
+    make: Make, route: Route, reach: int, seed: int
+) -> None:
+    world = make(route, seed, reach=reach)
+    for slot in range(4):
+        world.fill(slot, slot)
+    # A step of the blocks' last owner is still to run.
+    world.compute(list(range(20)), 77)
+    blocks = [12, 0, 19, 7, 3, 5, 6, 11, 15, 2]
+    result = world.load(blocks, 0, 1, 2, skip=1)
+    assert result.wait().all()
+    found = world.seen(blocks)
+    world.cuda.drain()
+    for i, got in enumerate(found):
+        slot, inside = divmod(i + 1, GROUP_BLOCKS)
+        assert (got == pattern(slot, inside)).all(), i
+    assert result.early == (reach == DEVICE)
+
+
+@ways
+@pytest.mark.parametrize("seed", range(4))
+def test_an_early_load_is_there_for_the_next_step_though_nobody_has_waited(
+    make: Make, route: Route, seed: int
+) -> None:
+    world = make(route, seed)
+    world.fill(3, 5)
+    world.compute([1, 2, 3, 4], 77)
+    result = world.load([4, 3, 2, 1], 3, idle=True)
+    assert result.early
+    assert result.said[0].all()
+    found = world.seen([4, 3, 2, 1])
+    world.copier.settle()
+    assert result.landed == [True]
+    world.cuda.drain()
+    assert all((got == pattern(5, i)).all() for i, got in enumerate(found))
+
+
+def test_a_busy_engine_waits_for_host_slots_but_not_for_slots_on_its_gpu(make: Make) -> None:
+    host, device = make(Route.RING), make(Route.RING, reach=DEVICE)
+    assert not host.load([1, 2, 3, 4], 0).early
+    assert device.load([1, 2, 3, 4], 0).early
+    unpinned = make(Route.RING, reach=PAGEABLE)
+    assert not unpinned.load([1, 2, 3, 4], 0, idle=True).early
+
+
+@ways
+def test_a_slot_taken_back_meanwhile_fails_its_blocks_alone(make: Make, route: Route) -> None:
+    world = make(route)
+    result = world.load([1, 2, 3, 4, 5, 6], 0, 1, skip=2)
+    world.generations[1] += 1
+    assert result.wait().tolist() == [True, True, False, False, False, False]
+
+
+def test_an_early_load_whose_slot_is_taken_back_says_so_before_settling(make: Make) -> None:
+    world = make(Route.RING)
+    gone = world.load([1, 2, 3, 4], 0, idle=True)
+    world.generations[0] += 1
+    world.copier.settle()
+    assert gone.landed == [False]
+    # Taken back before everything was submitted, it is an ordinary failure.
+    run = SlotRun(world.slots(1), BOOT)
+    world.generations[1] += 1
+    late = Result()
+    late.early = world.copier.load(
+        np.array([5, 6, 7, 8], np.int32), run, 0, late.take, late.land, idle=True
+    )
+    assert not late.early
+    assert not late.wait().any()
+
+
+def test_a_daemon_that_is_gone_fails_loads(make: Make) -> None:
+    world = make(Route.RING)
+    world.alive = False
+    assert not world.load([1, 2, 3, 4], 0, idle=True).wait().any()
+    world.boot_id = b"another"
+    assert not world.load([1, 2, 3, 4], 0).wait().any()
+    assert world.store([1, 2, 3, 4], 0).wait() is False
+
+
+@ways
+@reaches
+@pytest.mark.parametrize("operations", [0, 1, 2, 5])
+def test_a_copy_that_breaks_off_is_reported_when_nothing_of_it_is_under_way(
+    make: Make, route: Route, reach: int, operations: int
+) -> None:
+    world = make(route, reach=reach)
+    world.cuda.fail_after = operations
+    blocks = list(range(24))
+    store = world.store(blocks, *range(6))
+    whole = store.wait()
+    world.cuda.fail_after = -1
+    # Whatever was submitted has run: its blocks may be used, its slots given back.
+    world.copier.reuse(np.array(blocks, np.int32))
+    world.cuda.fail_after = operations
+    load = world.load(blocks, *range(6))
+    right = load.wait()
+    assert not world.users
+    assert whole is True or not right.all() or operations == 5
+    world.cuda.fail_after = -1
+    world.compute(blocks, 4)
+    assert world.store(blocks, *range(6)).wait() is True
+    assert (world.memory[0].reshape(GROUP_BLOCKS, -1)[0] == pattern(4, 0)).all()
+
+
+def test_blocks_outside_the_cache_are_refused(make: Make) -> None:
+    world = make(Route.RING)
+    assert not world.load([1, 2, 3, BLOCKS], 0).wait().any()
+    assert world.store([-1, 1, 2, 3], 0).wait() is False
+
+
+def test_pieces_are_merged_within_a_slab_only() -> None:
+    device = np.array([0, 10, 20, 40, 50], np.uint64)
+    packed = np.array([100, 110, 120, 130, 140], np.uint64)
+    groups = np.array([1, 1, 2, 2, 2], np.uint32)
+    of, to, lengths = pieces(device, packed, groups, 10)
+    assert of.tolist() == [0, 20, 40]
+    assert to.tolist() == [100, 120, 130]
+    assert lengths.tolist() == [20, 10, 20]

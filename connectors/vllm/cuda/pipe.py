@@ -1,7 +1,7 @@
 """One direction's streams, and the buffers that its bytes pass through.
 
-Two streams: kernels run on one, DMA on the other, so that a chunk is gathered or scattered while
-the next is on the bus. The ring has two buffers: a kernel is many times faster than the bus. Events
+Kernels run on one stream, DMA on one per buffer of the ring, so that a chunk is gathered or scattered
+while the next ones are on the bus, and the bus never waits for the next chunk to be noticed. Events
 between the streams say when a buffer is full and when it is free again; recording an event anew is
 safe, because a wait refers to the record before it.
 
@@ -11,7 +11,7 @@ Not thread-safe: whoever submits holds the pipe for the whole copy.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -25,14 +25,16 @@ __all__ = ["Bounce", "Mover", "Pipe", "Runtime"]
 
 U64 = NDArray[np.uint64]
 
-_BUFFERS: Final = 2
+_BUFFERS: Final = 3
 # Rows that one upload may have, and uploads before the first one's pinned memory is used again.
 _ROWS: Final = 2048
 _UPLOADS: Final = 16
 # How many programs a kernel is given. Between staging and KV cache a few keep up with the bus;
 # over the bus itself more must be in flight; within the GPU's memory all multiprocessors work.
 _RING_PROGRAMS: Final = 16
-_BUS_PROGRAMS: Final = 32
+_BUS_PROGRAMS: Final = 64
+# Pieces in one batch of DMA: the bus begins with the first while the next are submitted.
+_BATCH: Final = 64
 
 
 class Runtime(Protocol):
@@ -164,7 +166,7 @@ class Pipe:
         self._device_programs = device_programs
         self._mover = make_mover(_ROWS * _UPLOADS)
         self.kernels: Final = cuda.stream_create()
-        self.dma: Final = cuda.stream_create()
+        self.dma: Final = [cuda.stream_create() for _ in range(_BUFFERS)]
         self._chunk_blocks = max(1, min(chunk_bytes // geometry.block_bytes, _ROWS))
         self._ring = 0
         buffer_bytes = self._chunk_blocks * geometry.block_bytes
@@ -175,7 +177,7 @@ class Pipe:
         # Per buffer: the kernel is done with it; the bus is done with it.
         self._kernel_done = [cuda.event_create() for _ in range(_BUFFERS)]
         self._dma_done = [cuda.event_create() for _ in range(_BUFFERS)]
-        self._joined = cuda.event_create()
+        self._joined = [cuda.event_create() for _ in range(_BUFFERS)]
         self._upload = 0
         self._uploaded = [cuda.event_create() for _ in range(_UPLOADS)]
         self._rows_memory = cuda.host_alloc(_ROWS * _UPLOADS * 16)
@@ -186,8 +188,8 @@ class Pipe:
 
     def begin(self, after: int) -> None:
         """Let everything submitted from now on wait for an event, on the GPU."""
-        self._cuda.stream_wait_event(self.kernels, after)
-        self._cuda.stream_wait_event(self.dma, after)
+        for stream in (self.kernels, *self.dma):
+            self._cuda.stream_wait_event(stream, after)
 
     def host(self, job: Job) -> None:
         """Copy between host slots and the KV cache."""
@@ -198,7 +200,10 @@ class Pipe:
         else:
             geometry = self._geometry
             cache = geometry.bases[0] + job.blocks.astype(np.uint64) * geometry.strides[0]
-            self._copy(cache, job.packed, job.groups)
+            for at in range(0, len(job), _BATCH):
+                part = slice(at, at + _BATCH)
+                self._next = (self._next + 1) % _BUFFERS
+                self._copy(cache[part], job.packed[part], job.groups[part], self.dma[self._next])
 
     def device(self, job: Job) -> None:
         """Copy between slots in this GPU's memory and the KV cache."""
@@ -207,30 +212,36 @@ class Pipe:
     def end(self, done: int, read: int = 0) -> None:
         """Record that the copy is done, and for a store, that the KV cache has been read."""
         cuda = self._cuda
-        if self._to_cache:
-            cuda.event_record(self._joined, self.dma)
-            cuda.stream_wait_event(self.kernels, self._joined)
-            cuda.event_record(done, self.kernels)
+        if not self._to_cache and self._route is not Route.DMA:
+            # A later gather need not wait for this copy's DMA.
+            cuda.event_record(read, self.kernels)
+            cuda.stream_wait_event(self.dma[0], read)
+            self._join(self.dma[1:], self.dma[0])
+            cuda.event_record(done, self.dma[0])
             return
-        reads = self.dma if self._route is Route.DMA else self.kernels
-        cuda.event_record(read, reads)
-        # A later gather need not wait for this copy's DMA.
-        cuda.stream_wait_event(self.dma, read)
-        cuda.event_record(done, self.dma)
+        self._join(self.dma, self.kernels)
+        cuda.event_record(done, self.kernels)
+        if read:
+            cuda.event_record(read, self.kernels)
+
+    def _join(self, streams: Sequence[int], into: int) -> None:
+        for stream, event in zip(streams, self._joined, strict=False):
+            self._cuda.event_record(event, stream)
+            self._cuda.stream_wait_event(into, event)
 
     def synchronize(self) -> None:
         """Wait until nothing is under way."""
-        self._cuda.stream_synchronize(self.kernels)
-        self._cuda.stream_synchronize(self.dma)
+        for stream in (self.kernels, *self.dma):
+            self._cuda.stream_synchronize(stream)
 
     def close(self) -> None:
         """Wait, then give everything back."""
         cuda = self._cuda
         self.synchronize()
-        for event in (*self._kernel_done, *self._dma_done, *self._uploaded, self._joined):
+        for event in (*self._kernel_done, *self._dma_done, *self._uploaded, *self._joined):
             cuda.event_destroy(event)
-        cuda.stream_destroy(self.kernels)
-        cuda.stream_destroy(self.dma)
+        for stream in (self.kernels, *self.dma):
+            cuda.stream_destroy(stream)
         if self._ring:
             cuda.free(self._ring)
         if self._bounce is not None:
@@ -238,10 +249,10 @@ class Pipe:
         del self._rows
         cuda.host_free(self._rows_memory)
 
-    def _copy(self, device: U64, packed: U64, groups: NDArray[np.uint32]) -> None:
+    def _copy(self, device: U64, packed: U64, groups: NDArray[np.uint32], stream: int) -> None:
         device, packed, lengths = pieces(device, packed, groups, self._geometry.block_bytes)
         to, of = (device, packed) if self._to_cache else (packed, device)
-        self._cuda.memcpy_batch_async(to, of, lengths, self.dma)
+        self._cuda.memcpy_batch_async(to, of, lengths, stream)
 
     def _uploads(self, blocks: NDArray[np.int32], packed: U64) -> Iterator[tuple[int, int, int]]:
         """Upload rows, as many at a time as fit; yield the first row, begin, and end of each."""
@@ -299,7 +310,7 @@ class Pipe:
         self, buffer: int, first: int, staged: U64, packed: U64, groups: NDArray[np.uint32]
     ) -> None:
         cuda, count, bounce = self._cuda, len(staged), self._bounce
-        size = self._geometry.block_bytes
+        size, dma = self._geometry.block_bytes, self.dma[buffer]
         slots = packed
         if bounce is not None:
             packed, groups = bounce.places(buffer, count, size), np.zeros(count, np.uint32)
@@ -307,9 +318,9 @@ class Pipe:
             if bounce is not None:
                 cuda.event_synchronize(self._dma_done[buffer])
                 copy_batch(packed, slots, size)
-            cuda.stream_wait_event(self.dma, self._kernel_done[buffer])
-            self._copy(staged, packed, groups)
-            cuda.event_record(self._dma_done[buffer], self.dma)
+            cuda.stream_wait_event(dma, self._kernel_done[buffer])
+            self._copy(staged, packed, groups, dma)
+            cuda.event_record(self._dma_done[buffer], dma)
             cuda.stream_wait_event(self.kernels, self._dma_done[buffer])
             self._ring_kernel(first, count)
             cuda.event_record(self._kernel_done[buffer], self.kernels)
@@ -317,9 +328,9 @@ class Pipe:
         cuda.stream_wait_event(self.kernels, self._dma_done[buffer])
         self._ring_kernel(first, count)
         cuda.event_record(self._kernel_done[buffer], self.kernels)
-        cuda.stream_wait_event(self.dma, self._kernel_done[buffer])
-        self._copy(staged, packed, groups)
-        cuda.event_record(self._dma_done[buffer], self.dma)
+        cuda.stream_wait_event(dma, self._kernel_done[buffer])
+        self._copy(staged, packed, groups, dma)
+        cuda.event_record(self._dma_done[buffer], dma)
         if bounce is not None:
             cuda.event_synchronize(self._dma_done[buffer])
             copy_batch(slots, packed, size)

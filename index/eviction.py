@@ -5,8 +5,9 @@ The rule (prefix order), per tier:
 * A host copy may leave when nothing uses it, no child has a host copy or is partly committed, and
   either the block is on disk too (a clean copy), or it is the block's last copy, unpinned, and not
   waiting to be flushed.
-* A disk copy may leave when nobody reads it, no child is on disk or on its way there, and either
-  the block is in host too, or it is the last copy, unpinned, and no child is anywhere.
+* A disk copy may leave when the block is not pinned, nobody reads it, no child is on disk or on its
+  way there, and either the block is in host too, or it is the last copy and no child is anywhere.
+  A pinned block keeps its disk copy whatever else there is of it: that is the one that survives.
 * A GPU copy may leave when nobody reads it and no child has a GPU copy. It never counts as the
   last copy: when the others would go, it goes first, and while somebody reads it they stay.
 
@@ -55,11 +56,11 @@ def disk_evictable(block: Block) -> bool:
     """Return whether the rule lets the block's disk copy go."""
     if block.disk is None or block.disk_refs or block.disk_children or block.queued_children:
         return False
-    if block.dead:
+    if block.dead or block.pinned_until:
         return False
     if block.host is not None:
         return True
-    if block.host_children or block.pinned_until or block.gpu_refs:
+    if block.host_children or block.gpu_refs:
         return False
     return not (block.space.pending_children and block.key in block.space.pending_children)
 

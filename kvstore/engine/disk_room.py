@@ -159,7 +159,9 @@ class DiskRoom:
         orphans = [b for b in self._index.descendants(last) if b.host is not None]
         if any(b.disk_refs or b.queued_children for b in leaving):
             return False
-        if any(b.pinned_until or b.key in b.space.pending_children for b in (*last, *orphans)):
+        if any(b.pinned_until for b in (*leaving, *orphans)):
+            return False
+        if any(b.key in b.space.pending_children for b in (*last, *orphans)):
             return False
         if any(b.host_refs or b.flush in (Flush.QUEUED, Flush.WRITING) for b in orphans):
             return False

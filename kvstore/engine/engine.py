@@ -226,6 +226,8 @@ class Engine(Assembly):
         """Why a flush skips blocks now."""
         if self.disk is not None and self.disk.state != "ok":
             return self.disk.state
+        if self.flusher is not None and self.flusher.index_problem:
+            return f"the index cannot be committed: {self.flusher.index_problem}"
         over = self.flusher is not None and self.flusher.over_budget
         return "the disk budget of 24 hours is spent" if over else "no room on disk"
 

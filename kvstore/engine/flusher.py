@@ -81,6 +81,7 @@ class Flusher:
             whoever commits records of blocks that have one.
         budget: limits what is written.
         over_budget: it is spent; blocks that were refused for that are tried again later.
+        index_problem: why the last commit failed; empty after one that did not.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Flusher:
         self.budget = budget
         # Blocks were refused because it is spent.
         self.over_budget = False
+        self.index_problem = ""
         self._index = index
         self._host = host
         self._disk = disk
@@ -562,7 +564,9 @@ class Flusher:
             log.warning("index commit failed: %s", error, exc_info=not expected)
             self._counters.counts["index_commit_failures"] += 1
             self._deletes.failed(deletes)
+            self.index_problem = str(error) or type(error).__name__
             return False
+        self.index_problem = ""
         reach("flush.committed")
         self._disk.free(self._deletes.done(deletes))
         reach("flush.freed")

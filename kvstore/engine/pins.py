@@ -1,4 +1,4 @@
-"""Pins: blocks whose last copy must stay, durably, until unpinned or expired."""
+"""Pins: blocks whose last copy, and one on disk, must stay, durably, until unpinned or expired."""
 
 from __future__ import annotations
 

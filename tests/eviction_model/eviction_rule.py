@@ -9,10 +9,11 @@ A block's HOST copy may leave if and only if
 
 A block's DISK copy may leave if and only if
 
+* the block is not pinned; and
 * nobody reads it; and
 * no child is on disk or waits for it; and
 * the block is in host as well, or this is its last copy, and then no child is anywhere, not even
-  partly committed, it is not pinned, and nobody uses its GPU copy.
+  partly committed, and nobody uses its GPU copy.
 
 A block's GPU copy may leave if and only if nobody uses it and no child has one. It is never the last
 copy: it goes along when that goes.
@@ -84,14 +85,14 @@ class Model:
         return key in self.disk or not kept
 
     def evictable_disk(self, key: str) -> bool:
-        if key not in self.disk or key in self.read:
+        if key not in self.disk or key in self.read or key in self.pinned:
             return False
         if self.has_child(key, self.disk) or self.has_child(key, self.waiting):
             return False
         if key in self.host:
             return True
         child = self.has_child(key, self.order) or self.has_child(key, self.partly)
-        return not child and key not in self.pinned and key not in self.gpu_used
+        return not child and key not in self.gpu_used
 
     def evictable_gpu(self, key: str) -> bool:
         return key in self.gpu - set(self.gpu_used) and not self.has_child(key, self.gpu)
@@ -271,6 +272,7 @@ class Model:
             self.lose(key)
 
     def drop_disk(self, key: str) -> None:
+        assert key not in self.pinned, "what is pinned survives a crash if it is on disk"
         self.disk.remove(key)
         if key in self.host:
             self.refused.add(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import kvstore
 from kvstore.config import WritePolicy, load_config
 from kvstore.engine.budget import DiskBudget
 from kvstore.errors import ConfigError
+from kvstore.index.lmdb_store import MetaStore, StoreDamaged
 from kvstore.units import GIB
 
 Make = Callable[..., World]
@@ -127,6 +129,34 @@ def test_the_budget_ends_writing_and_time_brings_it_back(
         check(world.engine, quiet=True)
 
     make_world(budget=budget).run(story, after)
+
+
+def test_an_index_that_cannot_be_committed_is_the_reason(make_world: Make) -> None:
+    class Full(MetaStore):
+        full = False
+
+        def commit_blocks(self, *args: Any) -> None:
+            if self.full:
+                problem = "mdb_txn_commit: No space left on device"
+                raise StoreDamaged("/the/state/directory", problem, errno.ENOSPC)
+            super().commit_blocks(*args)
+
+    async def story(world: World) -> None:
+        assert isinstance(world.store, Full)
+        world.store.full = True
+        assert await world.player().put(chain("a", 4)) == 4
+        _, skipped = await world.engine.flush(60.0)
+        assert len(skipped) == 4
+        why = world.engine.why_skipped
+        assert "index" in why
+        assert "/the/state/directory" in why
+        assert "No space left" in why
+        world.store.full = False
+        _, skipped = await world.engine.flush(60.0)
+        assert not skipped
+        assert "index" not in world.engine.why_skipped
+
+    make_world(store_class=Full).run(story)
 
 
 def test_without_room_the_reason_is_another(make_world: Make) -> None:

@@ -170,6 +170,10 @@ class _Batch:
             self.done.set_result(None)
 
 
+def _nothing(_job: Any) -> None:
+    """Stands in for what is done."""
+
+
 class _Workers:
     """Threads that take one job from each batch in turn."""
 
@@ -230,6 +234,8 @@ class _Workers:
             with self._condition:
                 batch.left -= 1
                 if not batch.left:
+                    # Whoever waits may unmap the buffers as soon as it is told.
+                    batch.execute = _nothing
                     batch.finish()
             # Not held while waiting for the next one: its buffers keep memory mapped.
             del batch, job

@@ -1,4 +1,8 @@
-"""Put and Get: blocks whose bytes travel over gRPC, for clients that cannot map the pool."""
+"""Put and Get: blocks whose bytes travel over gRPC, for clients that cannot map the pool.
+
+A slot's memory is viewed for one piece at a time: the frames of a call that ended in an error live
+until garbage is collected, and a view in one of them would keep a slab from being given back.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +37,12 @@ class _Incoming:
         self._engine = engine
         self._grant = grant
         [self._slot] = grant.slots
-        self._views = engine.host.views(self._slot)
         self._lengths = grant.space.spec.shard_bytes
 
     def write(self, offset: int, data: bytes) -> None:
         """Copy a piece of the block, `offset` counted over its shards, into the slot."""
-        for view, length in zip(self._views, self._lengths, strict=True):
+        views = self._engine.host.views(self._slot)
+        for view, length in zip(views, self._lengths, strict=True):
             if offset < length:
                 part = data[: length - offset]
                 view[offset : offset + len(part)] = part
@@ -51,13 +55,13 @@ class _Incoming:
 
     def commit(self, key: bytes, parent: bytes | None) -> bool:
         """Make it a block; say whether the block is there now."""
-        shards = (1 << len(self._views)) - 1
+        shards = (1 << len(self._lengths)) - 1
         [outcome] = self._engine.grants.commit(self._grant, shards, [(self._slot, key, parent)])
         return outcome in (CommitOutcome.COMMITTED, CommitOutcome.EXISTS)
 
     def abort(self) -> None:
         """Give the slot back."""
-        self._engine.grants.abort(self._grant, (1 << len(self._views)) - 1)
+        self._engine.grants.abort(self._grant, (1 << len(self._lengths)) - 1)
 
 
 class _Patience:
@@ -240,11 +244,11 @@ class ByteStreams:
                 tier = read.tier(i).name.lower()
                 counts[f"hit_blocks_{tier}"] += 1
                 counts[f"hit_tokens_{tier}"] += space.spec.block_tokens
-                views = self._engine.host.views(block.host)
                 offset = 0
-                for view, length in zip(views, space.spec.shard_bytes, strict=True):
+                for shard, length in enumerate(space.spec.shard_bytes):
                     for at in range(0, length, CHUNK_BYTES):
-                        data = bytes(view[at : min(at + CHUNK_BYTES, length)])
+                        end = min(at + CHUNK_BYTES, length)
+                        data = bytes(self._engine.host.views(block.host)[shard][at:end])
                         offset += len(data)
                         chunk = pb.Chunk(block=first + i, offset=offset - len(data), data=data)
                         finished = offset == space.spec.block_bytes
@@ -252,7 +256,7 @@ class ByteStreams:
                         yield pb.GetResponse(chunk=chunk), finished
                         patience.stop()
                         if read.closed and not (finished and i + 1 == len(read.run)):
-                            # The views are somebody else's now.
+                            # The slot is somebody else's now.
                             yield Miss(MissReason.LEASE_LOST, "host")
                             return
                 read.let_go(i)

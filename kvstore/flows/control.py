@@ -20,6 +20,8 @@ __all__ = ["Evicted", "SpaceFlows", "TicketParts"]
 
 # Most that one Prefetch call waits.
 _WAIT_SECONDS: Final = 2.0
+# Tickets in one CancelPrefetch.
+_MOST_CANCELLED: Final = 4_096
 
 TicketParts = Sequence[tuple[int, Keys]]
 
@@ -82,8 +84,10 @@ class SpaceFlows(Reading, Writing):
 
     def cancel(self, tickets: TicketParts) -> Flow[None]:
         """Forget a prefetch."""
-        request = pb.CancelPrefetchRequest(ticket_ids=[ticket_id for ticket_id, _ in tickets])
-        yield from self._rpc("CancelPrefetch", request)
+        ids = [ticket_id for ticket_id, _ in tickets]
+        for at in range(0, len(ids), _MOST_CANCELLED):
+            request = pb.CancelPrefetchRequest(ticket_ids=ids[at : at + _MOST_CANCELLED])
+            yield from self._rpc("CancelPrefetch", request)
 
     def pin(self, keys: Keys, ttl_s: float | None) -> Flow[int]:
         """Keep a leading run; return how long it is."""

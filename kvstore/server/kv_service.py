@@ -46,6 +46,7 @@ _MAX_COUNT = 1 << 20
 # Of a grant: about 2 µs each. Who asks for more asks again.
 _MOST_SLOTS = 16_384
 _COMMIT_ITEMS = 2_048
+_MOST_TICKETS = 4_096
 _MAX_WAIT_MS = 3_600_000
 _SLOT_BYTES = SLOT_NAME_DTYPE.itemsize
 
@@ -299,6 +300,8 @@ class KVStoreService(rpc.KVStoreServicer):
         self, request: pb.CancelPrefetchRequest, context: Context
     ) -> pb.CancelPrefetchResponse:
         """Forget tickets."""
+        if len(request.ticket_ids) > _MOST_TICKETS:
+            raise InvalidRequest("ticket_ids", f"are more than {_MOST_TICKETS} in one call")
         for ticket_id in request.ticket_ids:
             self.engine.tickets.cancel(ticket_id)
         return pb.CancelPrefetchResponse()

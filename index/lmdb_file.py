@@ -32,7 +32,6 @@ __all__ = [
     "SEAL_VERSION",
     "break_seal",
     "missing_bytes",
-    "network_filesystem",
     "seal_holds",
     "write_seal",
 ]
@@ -49,62 +48,6 @@ _CHUNK_BYTES: Final = 1 << 20
 _META: Final = struct.Struct("=IIQQ 8s40s 48s QQ")
 _META_OFFSET: Final = 16
 _MDB_MAGIC: Final = 0xBEEFC0DE
-
-_NETWORK: Final = frozenset(
-    [
-        "9p",
-        "afs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "coda",
-        "fuse.ceph",
-        "fuse.gcsfuse",
-        "fuse.glusterfs",
-        "fuse.rclone",
-        "fuse.s3fs",
-        "fuse.sshfs",
-        "gfs2",
-        "glusterfs",
-        "gpfs",
-        "lustre",
-        "ncpfs",
-        "nfs",
-        "nfs3",
-        "nfs4",
-        "ocfs2",
-        "panfs",
-        "pvfs2",
-        "smb2",
-        "smb3",
-        "smbfs",
-        "wekafs",
-    ]
-)
-
-
-def network_filesystem(path: Path, mounts: str | None = None) -> str | None:
-    """Return the type of the network file system that holds `path`, None if it is a local one.
-
-    LMDB needs coherent mappings and locks, which these do not give.
-
-    Args:
-        path: an existing directory.
-        mounts: what /proc/self/mounts holds; None reads it.
-    """
-    if mounts is None:
-        with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as file:  # noqa: PTH123
-            mounts = file.read()
-    real = os.fspath(path.resolve())
-    best, kind = "", ""
-    for line in mounts.splitlines():
-        fields = line.split(" ")
-        # Octal escapes stand for blanks; a later mount on the same point hides the earlier one.
-        point = fields[1].encode("latin-1", "surrogateescape").decode("unicode_escape")
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, fields[2]
-    return kind if kind in _NETWORK else None
 
 
 def missing_bytes(data: Path) -> int:

@@ -54,11 +54,11 @@ from kvstore.index.lmdb_env import LmdbEnv, StoreDamaged
 from kvstore.index.lmdb_file import (
     DATA_NAME,
     break_seal,
-    network_filesystem,
     seal_holds,
     write_seal,
 )
 from kvstore.index.lmdb_recovery import ENV_NAME, CheckResult, check_in_child, put_aside, renew
+from kvstore.mounts import network_filesystem
 from kvstore.syncpoint import reach
 
 if TYPE_CHECKING:

@@ -31,6 +31,7 @@ from pydantic import (
 )
 
 from kvstore.address import Address, default_address, parse_address
+from kvstore.cgroup import memory_limit
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.units import GIB, MIB, PAGE_BYTES, format_bytes, parse_bytes, parse_seconds
 
@@ -45,8 +46,6 @@ _MIN_HOST_POOL_BYTES: Final = 16 * MIB
 # The rest is for engines: a pool that takes nearly all of a device was a slip of the keyboard.
 _MAX_GPU_SHARE: Final = 0.95
 _SHARED_MEMORY: Final = Path("/dev/shm")
-_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
-_CGROUP_USED: Final = Path("/sys/fs/cgroup/memory.current")
 
 
 class WritePolicy(StrEnum):
@@ -63,15 +62,6 @@ def default_state_directory() -> Path:
         return Path("/var/lib/kvstore")
     base = os.environ.get("XDG_STATE_HOME", "")
     return (Path(base) if base.startswith("/") else Path.home() / ".local" / "state") / "kvstore"
-
-
-def _cgroup_available_bytes() -> int | None:
-    """Return what the memory cgroup still allows, None without a limit."""
-    try:
-        limit, used = _CGROUP_LIMIT.read_text().strip(), _CGROUP_USED.read_text().strip()
-    except OSError:
-        return None
-    return None if limit == "max" else max(0, int(limit) - int(used))
 
 
 def pool_prefix(state: Path) -> str:
@@ -100,9 +90,9 @@ def _auto_host_pool_bytes(state: Path) -> int:
     """
     own = _own_bytes(state)
     available = psutil.virtual_memory().available + own
-    cgroup = _cgroup_available_bytes()
-    if cgroup is not None:
-        available = min(available, cgroup + own)
+    limit = memory_limit()
+    if limit is not None:
+        available = min(available, limit.room_bytes + own)
     shared = os.statvfs(_SHARED_MEMORY)
     free_shared = shared.f_bavail * shared.f_frsize + own
     size = min(int(available * _AUTO_SHARE), _AUTO_CAP_BYTES, int(free_shared * 0.8))

@@ -7,16 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvstore.cgroup import memory_limit
 from kvstore.errors import ConfigError
 from kvstore.units import format_bytes
 
 __all__ = ["Room", "check_capacity", "memory_room"]
 
 _MEMINFO: Final = Path("/proc/meminfo")
-_SELF_CGROUP: Final = Path("/proc/self/cgroup")
-_CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
-# Kernels say "no limit" in version 1 as the largest multiple of a page below 2**63.
-_NO_LIMIT: Final = 1 << 62
 # Huge pages are set aside at boot: neither MemAvailable nor the control group counts them.
 _HUGE_PAGE_BYTES: Final = 2 << 20
 
@@ -61,7 +58,9 @@ def memory_room(directory: Path) -> Room:
     free = stat.f_bavail * stat.f_frsize
     if stat.f_bsize >= _HUGE_PAGE_BYTES:
         return Room(free, None, None)
-    return Room(free, _available_bytes(_MEMINFO), _cgroup_room(_SELF_CGROUP, _CGROUP_ROOT))
+    limit = memory_limit()
+    left = None if limit is None else limit.room_bytes
+    return Room(free, _available_bytes(_MEMINFO), left)
 
 
 def check_capacity(directory: Path, capacity_bytes: int, already_bytes: int = 0) -> None:
@@ -88,52 +87,3 @@ def _available_bytes(meminfo: Path) -> int | None:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
-
-
-def _number(path: Path) -> int | None:
-    """Return the number in a file; None for no file and for "max"."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _inactive_file_bytes(directory: Path) -> int:
-    """Return page cache that the kernel drops before it refuses memory."""
-    try:
-        text = (directory / "memory.stat").read_text()
-    except OSError:
-        return 0
-    found = dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line)
-    return int(found.get("total_inactive_file", found.get("inactive_file", "0")))
-
-
-def _cgroup_room(self_cgroup: Path, root: Path) -> int | None:
-    """Return the least that any enclosing control group leaves; None without a limit.
-
-    Both versions: 2 has one hierarchy at `root`, 1 has one for memory in `root`/memory. A
-    container sees its own group at the top, whatever path the kernel names.
-    """
-    try:
-        lines = self_cgroup.read_text().splitlines()
-    except OSError:
-        return None
-    rooms: list[int] = []
-    for line in lines:
-        number, controllers, name = line.split(":", 2)
-        if number == "0" and not controllers:
-            top, limit_file, usage_file = root, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            top = root / "memory"
-            limit_file, usage_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        group = top / name.lstrip("/")
-        for directory in (group, *group.parents):
-            if directory == top.parent:
-                break
-            limit, usage = _number(directory / limit_file), _number(directory / usage_file)
-            if limit is not None and usage is not None and limit < _NO_LIMIT:
-                rooms.append(max(limit - usage + _inactive_file_bytes(directory), 0))
-    return min(rooms) if rooms else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.doctor.finding import Finding, error, ok, warning
-from kvstore.doctor.mounts import Mount, find_mount
+from kvstore.mounts import Mount, find_mount
 
 __all__ = ["Directory", "check_access", "look_at"]
 

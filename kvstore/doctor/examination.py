@@ -11,7 +11,7 @@ from functools import cached_property
 
 import psutil
 
-from kvstore.doctor.cgroup import memory_limit, processor_limit
+from kvstore.cgroup import memory_limit, processor_limit
 from kvstore.doctor.clock import check_clock, is_synchronised, newest_seconds, read_clock_source
 from kvstore.doctor.direct_io import direct_alignment
 from kvstore.doctor.directory import Directory, check_access, look_at
@@ -28,7 +28,6 @@ from kvstore.doctor.memory import (
     read_meminfo,
     read_shmem_enabled,
 )
-from kvstore.doctor.mounts import Mount, read_mounts
 from kvstore.doctor.pools import (
     SHARED_MEMORY,
     Pool,
@@ -47,6 +46,7 @@ from kvstore.doctor.storage import (
     check_state_file_system,
     segments_bytes,
 )
+from kvstore.mounts import Mount, read_mounts
 
 __all__ = ["Examination"]
 

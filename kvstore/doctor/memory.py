@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from kvstore.doctor.cgroup import MemoryLimit
+from kvstore.cgroup import MemoryLimit
 from kvstore.doctor.directory import Directory
 from kvstore.doctor.finding import Finding, error, ok, warning
 from kvstore.units import GIB, KIB, format_bytes

@@ -8,7 +8,7 @@ from typing import Final
 
 from kvstore.doctor.directory import Directory
 from kvstore.doctor.finding import Finding, error, ok, warning
-from kvstore.doctor.mounts import NETWORK, VOLATILE, Mount
+from kvstore.mounts import NETWORK, VOLATILE, Mount
 from kvstore.units import MIB, PAGE_BYTES, format_bytes
 
 __all__ = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.doctor.cgroup import MemoryLimit
+from kvstore.cgroup import MemoryLimit
 from kvstore.doctor.clock import check_clock
 from kvstore.doctor.directory import Directory, check_access
 from kvstore.doctor.finding import Finding, Level
@@ -23,7 +23,6 @@ from kvstore.doctor.memory import (
     check_reserved_pages,
     check_shared_memory,
 )
-from kvstore.doctor.mounts import Mount
 from kvstore.doctor.pools import Pool, check_leftovers, taken_bytes
 from kvstore.doctor.software import FLOORS, check_libraries, check_python
 from kvstore.doctor.storage import (
@@ -33,6 +32,7 @@ from kvstore.doctor.storage import (
     check_disk_space,
     check_state_file_system,
 )
+from kvstore.mounts import Mount
 from kvstore.units import GIB, KIB, MIB
 
 OK, WARNING, ERROR = Level.OK, Level.WARNING, Level.ERROR

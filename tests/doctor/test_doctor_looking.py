@@ -11,20 +11,19 @@ from typing import Any
 
 import pytest
 
+from kvstore.cgroup import MemoryLimit, memory_limit, processor_limit
 from kvstore.doctor import Examination, Level, Setup
 from kvstore.doctor import direct_io as probe
-from kvstore.doctor.cgroup import MemoryLimit, memory_limit, processor_limit
 from kvstore.doctor.clock import newest_seconds
 from kvstore.doctor.direct_io import direct_alignment
 from kvstore.doctor.directory import look_at
 from kvstore.doctor.gpu import look_at_gpus
 from kvstore.doctor.kernel import can_lock_open_files, can_populate
 from kvstore.doctor.memory import read_meminfo, read_shmem_enabled
-from kvstore.doctor.mounts import NETWORK, find_mount, parse_mounts, read_mounts
 from kvstore.doctor.pools import find_pools, pool_prefix
 from kvstore.doctor.software import FLOORS
 from kvstore.doctor.storage import segments_bytes
-from kvstore.index import lmdb_file
+from kvstore.mounts import find_mount, network_filesystem, parse_mounts, read_mounts
 from kvstore.units import MIB, PAGE_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,8 +51,32 @@ def test_mounts_with_blanks_and_hidden_mounts() -> None:
     assert find_mount([], Path("/")) is None
 
 
-def test_doctor_and_store_agree_on_network_file_systems() -> None:
-    assert lmdb_file._NETWORK == NETWORK
+REMOTE_MOUNTS = r"""
+1 0 8:1 / / rw - ext4 /dev/sda1 rw
+2 1 0:30 / /srv/models rw - nfs4 server:/x rw
+3 2 0:31 / /srv/models/scratch rw - tmpfs tmpfs rw
+4 1 0:32 / /srv/with\040blank rw - fuse.sshfs host:/y rw
+5 1 0:33 / /hidden rw - cifs share rw
+6 1 8:17 / /hidden rw - xfs /dev/sdb1 rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("directory", "kind"),
+    [
+        ("/srv", None),
+        ("/srv/models/a/b", "nfs4"),
+        ("/srv/models", "nfs4"),
+        ("/srv/models2", None),
+        ("/srv/models/scratch/a", None),
+        ("/srv/with blank/a", "fuse.sshfs"),
+        ("/hidden/a", None),
+    ],
+)
+def test_the_innermost_mount_decides_whether_a_directory_is_remote(
+    directory: str, kind: str | None
+) -> None:
+    assert network_filesystem(Path(directory), parse_mounts(REMOTE_MOUNTS)) == kind
 
 
 def test_floors_are_those_of_the_package() -> None:

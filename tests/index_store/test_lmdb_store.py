@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.errors import ConfigError, KVStoreError, UnknownSpace
-from kvstore.index import lmdb_file
 from kvstore.index.lmdb_store import MetaStore, StoreDamaged
 from kvstore.index.records import BlockRecord, PinRecord
 from kvstore.space import SpaceSpec
@@ -221,34 +220,6 @@ def test_threads_take_turns(tmp_path: Path) -> None:
         thread.join()
     assert by_key(store.load_blocks(STORE).records) == by_key([r for g in groups for r in g])
     store.close()
-
-
-MOUNTS = """\
-/dev/sda1 / ext4 rw 0 0
-server:/x /srv/models nfs4 rw 0 0
-tmpfs /srv/models/scratch tmpfs rw 0 0
-host:/y /srv/with\\040blank fuse.sshfs rw 0 0
-share /hidden cifs rw 0 0
-/dev/sdb1 /hidden xfs rw 0 0
-"""
-
-
-@pytest.mark.parametrize(
-    ("directory", "kind"),
-    [
-        ("/srv", None),
-        ("/srv/models/a/b", "nfs4"),
-        ("/srv/models", "nfs4"),
-        ("/srv/models2", None),
-        ("/srv/models/scratch/a", None),
-        ("/srv/with blank/a", "fuse.sshfs"),
-        ("/hidden/a", None),
-    ],
-)
-def test_the_innermost_mount_decides_whether_a_directory_is_remote(
-    directory: str, kind: str | None
-) -> None:
-    assert lmdb_file.network_filesystem(Path(directory), MOUNTS) == kind
 
 
 def test_a_remote_or_missing_state_directory_is_refused_untouched(

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.cgroup import memory_limit
 from kvstore.errors import ConfigError
 from kvstore.tiers import pool_limits
-from kvstore.tiers.pool_limits import Room, _cgroup_room, check_capacity, memory_room
+from kvstore.tiers.pool_limits import Room, check_capacity, memory_room
 from kvstore.units import GIB, MIB
 
 
@@ -16,6 +17,12 @@ def _write(directory: Path, **files: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (directory / name.replace("__", ".")).write_text(text)
+
+
+def _room(tmp_path: Path, root: Path) -> int:
+    limit = memory_limit(tmp_path / "cgroup", root)
+    assert limit is not None
+    return limit.room_bytes
 
 
 @pytest.fixture
@@ -30,9 +37,9 @@ def test_version_2_takes_the_tightest_of_the_enclosing_groups(root: Path, tmp_pa
     _write(root / "a", memory__max=f"{8 * MIB}\n", memory__current=f"{5 * MIB}\n")
     _write(root / "a", memory__stat=stat)
     _write(root / "a/b", memory__max="max\n", memory__current=f"{3 * MIB}\n")
-    assert _cgroup_room(tmp_path / "cgroup", root) == 4 * MIB
+    assert _room(tmp_path, root) == 4 * MIB
     _write(root / "a/b", memory__max=f"{2 * MIB}\n")
-    assert _cgroup_room(tmp_path / "cgroup", root) == 0  # over its limit is not below zero
+    assert _room(tmp_path, root) == 0  # over its limit is not below zero
 
 
 def test_version_1_finds_the_memory_controller(root: Path, tmp_path: Path) -> None:
@@ -40,17 +47,17 @@ def test_version_1_finds_the_memory_controller(root: Path, tmp_path: Path) -> No
     unlimited = f"{(1 << 63) - 4096}\n"
     top = root / "memory"
     _write(top, memory__limit_in_bytes=unlimited, memory__usage_in_bytes="1\n")
-    assert _cgroup_room(tmp_path / "cgroup", root) is None
+    assert memory_limit(tmp_path / "cgroup", root) is None
     # In a container the group is mounted at the top, whatever path the kernel names.
     _write(top, memory__limit_in_bytes=f"{3 * GIB}", memory__usage_in_bytes=f"{2 * GIB}")
     _write(top, memory__stat=f"cache 9\ntotal_inactive_file {MIB}\ninactive_file 5\n")
-    assert _cgroup_room(tmp_path / "cgroup", root) == GIB + MIB
+    assert _room(tmp_path, root) == GIB + MIB
 
 
 def test_no_control_groups_are_no_limit(root: Path, tmp_path: Path) -> None:
-    assert _cgroup_room(tmp_path / "absent", root) is None
+    assert memory_limit(tmp_path / "absent", root) is None
     _write(tmp_path, cgroup="0::/\n")
-    assert _cgroup_room(tmp_path / "cgroup", root) is None
+    assert memory_limit(tmp_path / "cgroup", root) is None
 
 
 def test_the_refusal_is_one_line_with_the_numbers(

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["NETWORK", "VOLATILE", "Mount", "find_mount", "parse_mounts", "read_mounts"]
+__all__ = [
+    "NETWORK",
+    "VOLATILE",
+    "Mount",
+    "find_mount",
+    "network_filesystem",
+    "parse_mounts",
+    "read_mounts",
+]
 
 # File systems of other machines, or shared with them: no coherent mappings, no dependable locks.
 NETWORK: Final = frozenset(
@@ -107,3 +115,17 @@ def find_mount(mounts: Sequence[Mount], path: Path) -> Mount | None:
         if inside and (best is None or len(mount.point) >= len(best.point)):
             best = mount
     return best
+
+
+def network_filesystem(path: Path, mounts: Sequence[Mount] | None = None) -> str | None:
+    """Return the type of the network file system that holds `path`, None if it is a local one.
+
+    Args:
+        path: an existing directory.
+        mounts: what is mounted; None: now.
+
+    Raises:
+        OSError: there is no ``/proc``.
+    """
+    mount = find_mount(read_mounts() if mounts is None else mounts, path)
+    return mount.kind if mount is not None and mount.kind in NETWORK else None

@@ -1,4 +1,7 @@
-"""Control groups: what they allow this process, in versions 1 and 2."""
+"""Control groups: what they allow this process, in versions 1 and 2.
+
+The one place that reads them: the pool's limits, the automatic pool size and `kvstore doctor` ask here.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The host tier: blocks in shared memory that engines on this machine map.
 
 A pool directory (`pool_directory`) holds slab files (`slab`), made in the background as shapes
-ask for room. The tier hands out slots and raises their generations; clients move the bytes.
+ask for room. The tier hands out slots (`pool_slots`) and raises their generations; clients move the
+bytes.
 Memory changes from one shape to another by whole groups: `retire`, wait until nobody maps it,
 `remove`, and the capacity is free for whoever wants it next.
 """
@@ -16,12 +17,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvstore.errors import ConfigError, TierClosed
-from kvstore.tiers.base import Capabilities, Outcome, Slot, Tier, TierName, TierUsage, Transfer
-from kvstore.tiers.kept_pool import kept_group, map_group, taken_bytes
+from kvstore.tiers.base import Capabilities, Outcome, Tier, TierName, TierUsage, Transfer
+from kvstore.tiers.kept_pool import map_group, taken_bytes
 from kvstore.tiers.pool_copy import check_fits, copy_transfers, undisturbed
 from kvstore.tiers.pool_directory import (
     create_pool,
@@ -30,6 +28,7 @@ from kvstore.tiers.pool_directory import (
     remove_strays,
 )
 from kvstore.tiers.pool_limits import check_capacity
+from kvstore.tiers.pool_slots import PoolSlots
 from kvstore.tiers.slab import MIN_GROUP_BYTES, Slab, SlabGroup, group_slots
 from kvstore.tiers.slab_making import discard_slabs, make_slabs, pin_slabs
 from kvstore.tiers.slots import GroupSlots
@@ -54,7 +53,7 @@ def _ignore(*_: SlabGroup) -> None:
     """Nobody listens."""
 
 
-class HostTier(Tier):
+class HostTier(PoolSlots, Tier):
     """A pool of shared memory.
 
     Attributes:
@@ -91,11 +90,11 @@ class HostTier(Tier):
             retry_seconds: after the system had no memory, `want` asks again no sooner.
             pinner: locks each slab's memory for the DMA of a GPU.
         """
+        super().__init__(capacity_bytes)
         self.on_group: Callable[[SlabGroup], None] = _ignore
         self.on_no_room: Callable[[], None] = _ignore
         self.keep = False
         self._directory = directory
-        self._capacity_bytes = capacity_bytes
         self._populate_threads = populate_threads
         self._copy_threads = copy_threads
         self._min_group_bytes = min_slab_bytes
@@ -104,12 +103,8 @@ class HostTier(Tier):
         self._open = False
         self._created = False
         self._closing = asyncio.Lock()
-        self._groups: dict[int, _Group] = {}
-        # Groups with free slots, per shape, in the order in which they are filled.
-        self._ready: dict[BlockShape, dict[int, _Group]] = {}
         self._last_group = 0
         self._allocated_bytes = 0  # of slots in groups, and in the one that is being made
-        self._used_bytes = 0
         # Blocks promised by `want` whose group is not begun yet; shapes take turns.
         self._owed: dict[BlockShape, int] = {}
         self._arriving: tuple[BlockShape, int] | None = None
@@ -181,25 +176,6 @@ class HostTier(Tier):
             for group in self._groups.values():
                 self._builder.submit(pin_slabs, group.headers, self._pinner)
 
-    def claim(self, slot: Slot, shape: BlockShape) -> bool:
-        """Take one certain slot of an adopted group as it is, without a new generation.
-
-        Returns:
-            False when it is taken already, or there is no such slot of this shape.
-        """
-        group = self._groups.get(slot.group)
-        if group is None or group.info.shape != shape or not group.claim(slot.index):
-            return False
-        self._used_bytes += shape.block_bytes
-        return True
-
-    def claimed(self) -> None:
-        """Everything that was not claimed is free."""
-        for number, group in self._groups.items():
-            group.claimed()
-            if group.free_count:
-                self._ready.setdefault(group.info.shape, {})[number] = group
-
     def remove_strays(self) -> None:
         """Remove slab files of no group, in the background; `close` removes the others again."""
         assert self._builder is not None
@@ -207,10 +183,6 @@ class HostTier(Tier):
         ours = {slab.info.path for group in self._groups.values() for slab in group.headers}
         # Before the next group is made: the same thread does both.
         self._builder.submit(remove_strays, self._directory, ours)
-
-    def kept_groups(self) -> list[KeptGroup]:
-        """Return what the next daemon needs to know of the groups in service."""
-        return [kept_group(group) for group in self._groups.values() if not group.retired]
 
     @property
     def last_group(self) -> int:
@@ -288,20 +260,6 @@ class HostTier(Tier):
     def excess_bytes(self) -> int:
         """Bytes that groups take beyond the capacity, after it was lowered."""
         return max(0, self._allocated_bytes - self._capacity_bytes)
-
-    @property
-    def retired_bytes(self) -> int:
-        """Bytes of retired groups that are not removed yet."""
-        return sum(g.info.capacity_bytes for g in self._groups.values() if g.retired)
-
-    def groups(self) -> list[SlabGroup]:
-        """Return the groups in service: ready and not retired."""
-        return [group.info for group in self._groups.values() if not group.retired]
-
-    def free_blocks(self, shape: BlockShape) -> int:
-        """Return how many slots of a shape are free in ready groups."""
-        free = sum(group.free_count for group in self._ready.get(shape, {}).values())
-        return min(free, max(self._capacity_bytes - self._used_bytes, 0) // shape.block_bytes)
 
     def room_blocks(self, shape: BlockShape) -> int:
         """Return how many more slots memory that is not taken yet could hold.
@@ -392,8 +350,7 @@ class HostTier(Tier):
             _log.info("host pool grows again")
             self._degraded = ""
         group = GroupSlots(SlabGroup(number, shape, slots, tuple(s.info for s in slabs)), slabs)
-        self._groups[number] = group
-        self._ready.setdefault(shape, {})[number] = group
+        self._add(group)
         self._tell(self.on_group, group.info)
 
     def _tell(self, listener: Callable[..., None], *arguments: SlabGroup) -> None:
@@ -414,134 +371,14 @@ class HostTier(Tier):
             _log.warning("host pool cannot grow: %s (%s)", reason, error)
         self._degraded = reason
 
-    def allocate(self, shape: BlockShape, count: int) -> list[Slot]:
-        """Take up to `count` slots of ready groups and raise the generation of each.
-
-        Groups are filled one after the other, so that others run empty and can be retired. No
-        generation is ever seen twice for a slot; the first is 1.
-        """
-        within = (self._capacity_bytes - self._used_bytes) // shape.block_bytes
-        return self._take(shape, min(count, within))
-
-    def relocate(self, shape: BlockShape, count: int) -> list[Slot]:
-        """Take up to `count` slots of ready groups for blocks that leave a retired one.
-
-        Beyond the capacity for as long as they have two: it may have been lowered to what is used.
-        """
-        return self._take(shape, count)
-
-    def spare_slots(self, shape: BlockShape) -> int:
-        """Return how many slots `relocate` could give."""
-        return sum(group.free_count for group in self._ready.get(shape, {}).values())
-
-    def _take(self, shape: BlockShape, left: int) -> list[Slot]:
-        ready = self._ready.get(shape, {})
-        slots: list[Slot] = []
-        while left > 0 and ready:
-            number, group = next(iter(ready.items()))
-            indices = group.take(left)
-            if group.free_count == 0:
-                del ready[number]
-            left -= len(indices)
-            slots += [Slot(number, index) for index in indices]
-        self._used_bytes += len(slots) * shape.block_bytes
-        return slots
-
-    def generations(self, slots: Sequence[Slot]) -> NDArray[np.uint64]:
-        """Return the current generation of each slot, shape (n,), from the daemon's own copy."""
-        groups = self._groups
-        return np.fromiter(
-            (groups[group].generation(index) for group, index in slots), np.uint64, len(slots)
-        )
-
-    def free(self, slots: Sequence[Slot]) -> None:
-        """Give slots back.
-
-        Raises:
-            ValueError: a slot is not allocated, or named twice; no slot was freed.
-        """
-        by_group: dict[int, list[int]] = {}
-        for group, index in slots:
-            by_group.setdefault(group, []).append(index)
-        for number, indices in by_group.items():
-            self._group(number).check_taken(indices)
-        for number, indices in by_group.items():
-            owner = self._groups[number]
-            owner.give_back(indices)
-            self._used_bytes -= len(indices) * owner.info.shape.block_bytes
-            if not owner.retired:
-                self._ready.setdefault(owner.info.shape, {}).setdefault(number, owner)
-
-    def _group(self, number: int) -> _Group:
-        group = self._groups.get(number)
-        if group is None:
-            raise ValueError(f"there is no slab group {number}")
-        return group
-
-    def views(self, slot: Slot) -> tuple[memoryview, ...]:
-        """Return the slot's memory, one view of `slot_bytes` per shard. Drop it before `free`.
-
-        Raises:
-            ValueError: there is no such slot.
-        """
-        group = self._group(slot.group)
-        group.check_index(slot.index)
-        return tuple(slab.view(slot.index) for slab in group.headers)
-
-    def addresses(self, slot: Slot) -> tuple[int, ...]:
-        """Return the address of the slot in this process, one per shard.
-
-        Raises:
-            ValueError: there is no such slot.
-        """
-        group = self._group(slot.group)
-        group.check_index(slot.index)
-        return tuple(slab.address(slot.index) for slab in group.headers)
-
-    def slots_in_use(self, group: int) -> int:
-        """Return how many slots of a group are allocated.
-
-        Raises:
-            ValueError: there is no such group.
-        """
-        return self._group(group).used_count
-
-    def retire(self, group: int) -> None:
-        """Withdraw a group's free slots; those in use stay valid until they are freed. Idempotent.
-
-        Raises:
-            ValueError: there is no such group.
-        """
-        leaving = self._group(group)
-        leaving.retired = True
-        self._ready.get(leaving.info.shape, {}).pop(group, None)
-
-    def readmit(self, group: int) -> None:
-        """Take a retired group into service again; nobody was told to unmap it.
-
-        Raises:
-            ValueError: there is no such group.
-        """
-        coming = self._group(group)
-        coming.retired = False
-        if coming.free_count:
-            self._ready.setdefault(coming.info.shape, {})[group] = coming
-
     def remove(self, group: int) -> None:
         """Give a retired group's memory back. Nobody maps it any more: the owner has asked.
 
         Raises:
             ValueError: there is no such group, it is not retired, or slots of it are in use.
         """
-        leaving = self._group(group)
-        if not leaving.retired or leaving.used_count:
-            raise ValueError(
-                f"slab group {group} is in service: {leaving.used_count} slots are in use"
-                if leaving.retired
-                else f"slab group {group} is not retired"
-            )
+        leaving = self._drop(group)
         assert self._builder is not None
-        del self._groups[group]
         self._allocated_bytes -= leaving.info.capacity_bytes
         for slab in leaving.headers:
             slab.unlink()

@@ -49,11 +49,15 @@ class Keys(Sequence[bytes]):
         packed: the keys' bytes, one after the other.
         key_bytes: length of one key, 16 or 32.
         parent: the key before the first one; None when the first one starts a chain.
+        root: the first one is known to start a chain, so that nothing that hangs on something is
+            taken for it.
     """
 
-    __slots__ = ("key_bytes", "packed", "parent")
+    __slots__ = ("key_bytes", "packed", "parent", "root")
 
-    def __init__(self, packed: bytes, key_bytes: int, parent: bytes | None = None) -> None:
+    def __init__(
+        self, packed: bytes, key_bytes: int, parent: bytes | None = None, *, root: bool = False
+    ) -> None:
         """Wrap packed keys.
 
         Raises:
@@ -70,6 +74,7 @@ class Keys(Sequence[bytes]):
         self.packed = packed
         self.key_bytes = key_bytes
         self.parent = parent
+        self.root = root and parent is None
 
     @classmethod
     def of(cls, keys: Keys | Iterable[bytes], key_bytes: int) -> Keys:
@@ -110,7 +115,8 @@ class Keys(Sequence[bytes]):
             if step != 1:
                 raise InvalidRequest("keys", "a run of keys is contiguous: slice with step 1")
             parent = self.parent if start == 0 else self[start - 1]
-            return Keys(self.packed[start * size : max(start, stop) * size], size, parent)
+            packed = self.packed[start * size : max(start, stop) * size]
+            return Keys(packed, size, parent, root=self.root and start == 0)
         count = len(self)
         if index < 0:
             index += count
@@ -198,4 +204,4 @@ def chain_keys(
     for at in range(0, len(data) - stride + 1, stride):
         key = digest(key + data[at : at + stride])
         out += key
-    return Keys(bytes(out), KEY_BYTES[algorithm])
+    return Keys(bytes(out), KEY_BYTES[algorithm], root=True)

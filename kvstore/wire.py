@@ -35,6 +35,7 @@ __all__ = [
     "miss_to_message",
     "pack_chain_parents",
     "pack_parents",
+    "pack_run_parent",
     "pack_slot_names",
     "pack_slots",
     "server_options",
@@ -200,6 +201,11 @@ def unpack_keys(packed: bytes, key_bytes: int, parent: bytes = b"") -> Keys:
     if packed and not np.frombuffer(packed, np.uint8).reshape(-1, key_bytes).any(axis=1).all():
         raise InvalidRequest("keys", "the all-zero key is reserved")
     return keys
+
+
+def pack_run_parent(keys: Keys) -> bytes:
+    """Return the `parent` of a call that reads a run: what its first block must hang on."""
+    return keys.parent or (bytes(keys.key_bytes) if keys.root else b"")
 
 
 def pack_parents(parents: Iterable[bytes | None], key_bytes: int) -> bytes:

@@ -21,6 +21,7 @@ from kvstore.wire import (
     MAX_KEYS,
     SlotArray,
     pack_parents,
+    pack_run_parent,
     pack_slot_names,
     unpack_slots,
 )
@@ -110,7 +111,7 @@ class Calls(ABC):
             deadline_ms=_milliseconds(deadline_s),
             prefill_tokens_per_second=prefill_tokens_per_second,
             priority=priority,
-            parent=keys.parent or b"",
+            parent=pack_run_parent(keys),
         )
 
         def accept(answer: pb.AcquireResponse) -> Lease:

@@ -20,7 +20,13 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.steps import Flow, Rpc, Work
 from kvstore.syncpoint import armed, reach
 from kvstore.units import MIB
-from kvstore.wire import MAX_KEYS, PROTOCOL_VERSION, miss_from_message, tier_name
+from kvstore.wire import (
+    MAX_KEYS,
+    PROTOCOL_VERSION,
+    miss_from_message,
+    pack_run_parent,
+    tier_name,
+)
 
 __all__ = ["LATE_SECONDS", "Deadline", "FlowsBase", "Hit", "milliseconds", "parts", "pauses"]
 
@@ -117,7 +123,7 @@ class FlowsBase:
         blocks, tiers, miss = 0, b"", Miss()
         for part in parts(keys):
             request = pb.LookupRequest(
-                space=self._space.ref, keys=part.packed, parent=part.parent or b""
+                space=self._space.ref, keys=part.packed, parent=pack_run_parent(part)
             )
             answer = yield from self._rpc("Lookup", request)
             blocks += answer.blocks

@@ -17,7 +17,7 @@ from kvstore.miss import MissReason
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.rows import Rows
 from kvstore.steps import Await, Flow, Grow, Pause, Receive, Work
-from kvstore.wire import tier_name
+from kvstore.wire import pack_run_parent, tier_name
 
 __all__ = ["Reading"]
 
@@ -147,7 +147,7 @@ class Reading(FlowsBase):
                 space=self._space.ref,
                 keys=part.packed,
                 deadline_ms=milliseconds(deadline.left),
-                parent=part.parent or b"",
+                parent=pack_run_parent(part),
             )
             yield Receive(request, sink, self._stream_seconds(len(part), deadline))
             for tier in islice(tiers, sink.blocks):

@@ -24,25 +24,10 @@ from kvstore.proto import kvstore_pb2 as pb
 Until = Callable[..., None]
 
 REPOSITORY = Path(__file__).parents[2]
+HOLDER = Path(__file__).with_name("holder.py")
 # Of the index in memory: about 640 bytes each, by `KVSTORE_TEST_METADATA_BLOCKS=1000000`.
 METADATA_BLOCKS = int(os.environ.get("KVSTORE_TEST_METADATA_BLOCKS", "20000"))
 METADATA_BYTES = 2048
-
-_HOLD = """
-import sys, time
-from kvstore import Client, chain_keys
-sys.path.insert(0, sys.argv[2])
-from told_blocks import spec_of
-client = Client(sys.argv[1])
-space = client.open_space(spec_of())
-keys = chain_keys(range(32), 4)
-assert client.attachment.wait_active(30)
-leases = [space.acquire(keys).result(30) for _ in range(5)]
-grant = space.reserve(6, deadline_s=10.0).result(30)
-space.get(keys)
-print(leases[0].blocks, len(grant.slots), flush=True)
-time.sleep(600)
-"""
 
 
 def _descriptors(pid: int) -> int:
@@ -68,10 +53,9 @@ def test_a_dead_client_s_mapping_held_memory(
         assert space.put(chain_keys(range(32), 4), bytes_of(range(32))) == 8
         descriptors, mappings = _descriptors(daemon.pid), _mappings(daemon.pid)
         files = sorted(path.name for pool in daemon._pools for path in pool.iterdir())
-        here = str(Path(__file__).parent)
         holders = [
             subprocess.Popen(
-                [sys.executable, "-c", _HOLD, daemon.address, here],
+                [sys.executable, str(HOLDER), daemon.address, "wait"],
                 stdout=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             )
@@ -80,7 +64,7 @@ def test_a_dead_client_s_mapping_held_memory(
         try:
             for holder in holders:
                 assert holder.stdout is not None
-                assert holder.stdout.readline().split() == [b"8", b"6"]
+                assert holder.stdout.readline().split() == [b"8", b"6", b"0"]
                 assert _mappings(holder.pid) > 0
             stats = client.stats()
             assert (stats.leases, stats.granted_slots) == (10, 12)

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from numpy.typing import NDArray
 
 from kvstore import (
@@ -117,7 +119,7 @@ def right(space: Any, name: str, count: int) -> int:
     return len(got)
 
 
-def test_a_writer_killed_half_way_blocks_nobody(
+def test_half_written_key_blocks_nobody_when_its_writer_is_killed(
     daemon: Any, hold: Callable[..., Worker], until: Until
 ) -> None:
     writer = hold(until, "put.copied_half", daemon.address, "put", "story", "8")
@@ -154,7 +156,7 @@ def test_slots_of_a_stopped_writer_are_nobody_else_s(
         until(lambda: client.stats().granted_slots == 0, 3)
 
 
-def test_a_reader_stopped_past_its_lease_sees_a_short_run_never_other_bytes(
+def test_lease_expired_during_a_slow_read_slot_reused_never_other_bytes(
     start_daemon: Any, hold: Callable[..., Worker], until: Until
 ) -> None:
     daemon = start_daemon("--lease-ttl", "1", "--heartbeat", "0.2", "--host-pool", "64MiB")
@@ -175,19 +177,27 @@ def test_a_reader_stopped_past_its_lease_sees_a_short_run_never_other_bytes(
         assert blocks < 16
 
 
-def test_a_killed_reader_s_leases_go_with_it(
-    daemon: Any, hold: Callable[..., Worker], until: Until
+@pytest.mark.parametrize("first", [None, signal.SIGSTOP])
+def test_worker_killed_or_stopped_with_copies_queued_health_answers_leases_go(
+    daemon: Any, hold: Callable[..., Worker], until: Until, first: signal.Signals | None
 ) -> None:
-    with Client(daemon.address) as client:
+    with Client(daemon.address) as client, grpc.insecure_channel(daemon.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
         space = client.open_space(SPEC)
         assert stored(space, "read", 4) == 4
         reader = hold(until, "get.copied_half", daemon.address, "get", "read", "4")
         assert client.stats().leases == 1
+        if first is not None:
+            os.kill(reader.pid, first)
+        serving = health_pb2.HealthCheckResponse.SERVING
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=30).status == serving
         os.kill(reader.pid, signal.SIGKILL)
-        until(lambda: client.stats().leases == 0, 1)
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=30).status == serving
+        until(lambda: client.stats().leases == 0, 60)
+        assert right(space, "read", 4) == 4
 
 
-def test_a_daemon_killed_under_a_read_gives_a_short_run(
+def test_server_killed_during_a_load_gives_a_short_run_never_garbled(
     daemon: Any, hold: Callable[..., Worker], until: Until
 ) -> None:
     with Client(daemon.address) as client:
@@ -199,7 +209,9 @@ def test_a_daemon_killed_under_a_read_gives_a_short_run(
         assert reader.result()[1]
 
 
-def test_a_fork_is_dead_and_harms_neither_parent_nor_lock(daemon: Any, until: Until) -> None:
+def test_fork_after_grpc_was_used_child_gets_an_error_parent_unaffected(
+    daemon: Any, until: Until
+) -> None:
     with Client(daemon.address, name="parent") as client:
         space = client.open_space(SPEC)
         assert stored(space, "fork", 4) == 4
@@ -414,7 +426,9 @@ def test_closing_gives_everything_back_at_once(daemon: Any, until: Until) -> Non
                 call()
 
 
-def test_ten_thousand_dropped_leases_leave_none(daemon: Any, until: Until) -> None:
+def test_abort_between_lookup_and_load_ten_thousand_times_keeps_no_pin(
+    daemon: Any, until: Until
+) -> None:
     with Client(daemon.address) as client:
         space = client.open_space(SPEC)
         assert stored(space, "leases", 2) == 2

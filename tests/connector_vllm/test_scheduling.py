@@ -44,7 +44,9 @@ def quiet(daemon: FakeDaemon) -> None:
 
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("length", [1, B - 1, B, B + 1, 3 * B - 1, 3 * B, 3 * B + 1, 12 * B])
-def test_what_one_engine_computed_another_loads(daemon: FakeDaemon, length: int, old: bool) -> None:
+def test_lengths_around_a_block_what_one_engine_computed_another_loads(
+    daemon: FakeDaemon, length: int, old: bool
+) -> None:
     first = MiniEngine(daemon, old=old)
     first.run(first.add(prompt(length), 3))
     first.close()
@@ -219,7 +221,9 @@ def test_the_first_block_lost_means_all_is_recomputed(daemon: FakeDaemon) -> Non
 @pytest.mark.parametrize(
     "state", ["asked", "answered", "loading", "loaded", "computing", "decoding"]
 )
-def test_abort_in_every_state(daemon: FakeDaemon, state: str) -> None:
+def test_completion_for_an_aborted_request_abort_in_every_state(
+    daemon: FakeDaemon, state: str
+) -> None:
     engine = MiniEngine(daemon, step_tokens=2 * B)
     engine.run(engine.add(prompt(8 * B), 2))
     if state == "asked":

@@ -25,7 +25,7 @@ async def _three(world: World) -> tuple[SpaceIndex, list[Player]]:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_a_block_appears_with_its_last_shard_in_any_order(
+def test_ranks_disagreed_about_residency_a_block_appears_with_its_last_shard(
     make_world: Make, order: tuple[int, ...]
 ) -> None:
     async def story(world: World) -> None:

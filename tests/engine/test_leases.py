@@ -144,7 +144,7 @@ def test_release_while_it_grows_drops_moves_that_nobody_waits_for(make_world: Ma
     make_world(host_blocks=8, disk_blocks=8, block_bytes=BIG, wrap=Gate).run(story)
 
 
-def test_64_waiters_cost_one_read_a_block(make_world: Make) -> None:
+def test_n_readers_of_a_cold_block_cause_one_read(make_world: Make) -> None:
     async def story(world: World) -> None:
         players = [world.player() for _ in range(64)]
         keys = chain("shared", 8)
@@ -266,7 +266,7 @@ def test_misses_are_counted_where_the_run_ends_and_where_it_was_cut(make_world: 
     make_world(wrap=lambda disk: Faulty(disk, stall)).run(story)
 
 
-def test_a_disk_too_slow_for_the_deadline_gives_what_came(make_world: Make) -> None:
+def test_slow_storage_is_not_waited_for_beyond_the_deadline(make_world: Make) -> None:
     async def story(world: World) -> None:
         space = await _big(world)
         player = world.player()

@@ -177,7 +177,7 @@ def refusals(store: MetaStore) -> list[str]:
     return told
 
 
-def test_a_forked_child_is_refused_and_does_the_parent_no_harm(tmp_path: Path) -> None:
+def test_fork_after_lmdb_was_used_is_refused_and_does_the_parent_no_harm(tmp_path: Path) -> None:
     store = MetaStore.open(tmp_path)
     store.put_space(SPEC)
     # The child runs in the middle of a process that may have threads: it only refuses and exits.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import mmap
 import os
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -416,16 +417,22 @@ def test_a_file_system_without_direct_io_is_named(
     play(tmp_path, story)
 
 
-def test_buffers_at_odd_addresses_still_work(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lengths", [LENGTHS, (1, 4095), (511, 513), (4096, 4096)])
+@pytest.mark.parametrize("offset", [1, 33, 64, 512, 4095])
+def test_odd_offsets_and_lengths_go_through_direct_io(
+    tmp_path: Path, offset: int, lengths: tuple[int, int]
+) -> None:
+    """A pool promised 4096-byte alignment and gave 64."""
+
     async def story(tier: DiskTier) -> None:
         await room(tier, 2)
         slots = tier.allocate(SHAPE, 2)
-        aligned = transfers_for(slots, SHAPE, LENGTHS, 7)
+        aligned = transfers_for(slots, SHAPE, lengths, 7)
 
         def odd(transfer: Transfer, filled: bool) -> Transfer:
             buffers = []
             for buffer in transfer.buffers:
-                moved = memoryview(bytearray(len(buffer) + 64))[33 : 33 + len(buffer)]
+                moved = memoryview(mmap.mmap(-1, len(buffer) + 4096))[offset : offset + len(buffer)]
                 if filled:
                     moved[:] = buffer
                 buffers.append(moved)

@@ -114,7 +114,7 @@ def stored(space: Any, name: str, count: int) -> int:
 def right(space: Any, name: str, count: int) -> int:
     """Return how many blocks come back; all of them must be right."""
     keys, blocks = chain(name, count)
-    got = space.get(keys, timeout_s=1.0)
+    got = space.get(keys, timeout_s=30.0)
     assert np.array_equal(got, blocks[: len(got)])
     return len(got)
 
@@ -132,6 +132,23 @@ def test_half_written_key_blocks_nobody_when_its_writer_is_killed(
         os.kill(writer.pid, signal.SIGKILL)
         until(lambda: client.stats().granted_slots == 0, 3)
         assert right(space, "story", 8) == 8
+
+
+@pytest.mark.parametrize("point", ["put.copied_half", "put.before_commit"])
+def test_a_block_is_committed_only_after_its_fill_has_finished(
+    daemon: Any, hold: Callable[..., Worker], until: Until, point: str
+) -> None:
+    """`put` is the only way to fill and commit without naming slots: nothing shows before."""
+    writer = hold(until, point, daemon.address, "put", "filling", "8")
+    with Client(daemon.address) as client:
+        space = client.open_space(SPEC)
+        keys = chain("filling", 8)[0]
+        assert space.lookup(keys).blocks == 0
+        assert len(space.get(keys)) == 0
+        assert client.stats().counters.get("stored_blocks", 0) == 0
+        writer.go()
+        assert writer.result() == (8, True)
+        assert right(space, "filling", 8) == 8
 
 
 def test_slots_of_a_stopped_writer_are_nobody_else_s(

@@ -1,4 +1,4 @@
-"""The `bench` command."""
+"""The `bench` command: the data path on the host; `bench gpu` measures a GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Annotated, Final
 
 import typer
 
+from kvstore.cli.bench import gpu_command
 from kvstore.units import parse_bytes
 
 __all__ = ["register"]
@@ -33,6 +34,7 @@ _USUAL: Final = (Leg.MEMORY, Leg.DISK, Leg.CALLS, Leg.STREAM)
 
 
 def bench(
+    context: typer.Context,
     directory: Annotated[
         Path | None,
         typer.Option(
@@ -68,6 +70,8 @@ def bench(
     Starts daemons of its own. kvstore and its baselines are measured in turns, so that the ratio
     holds on a machine whose speed changes from minute to minute.
     """
+    if context.invoked_subcommand is not None:
+        return
     from kvstore.cli.bench import calls, disk, memory, report, restart, stream
     from kvstore.cli.bench.figure import Figure
     from kvstore.cli.child import interruptible
@@ -109,4 +113,7 @@ def bench(
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("bench")(bench)
+    group = typer.Typer(add_completion=False, rich_markup_mode=None)
+    group.callback(invoke_without_command=True)(bench)
+    gpu_command.register(group)
+    app.add_typer(group, name="bench")

@@ -17,7 +17,7 @@ from kvstore.cli.connect import connect
 from kvstore.client import Client, Space
 from kvstore.units import MIB
 
-__all__ = ["measure"]
+__all__ = ["measure", "segment_files"]
 
 _BLOCKS: Final = 128
 # Twice the measured blocks: whichever slots they get, all have been written before.
@@ -31,7 +31,7 @@ def _syncs(client: Client) -> int:
     return sum(2 * t.count for t in client.stats().timings if t.name == "flush_group")
 
 
-def _segment_files(disk: Path, size: int) -> list[tuple[Path, int]]:
+def segment_files(disk: Path, size: int) -> list[tuple[Path, int]]:
     """Return files of the disk tier, with the bytes to read of each: `size` in all."""
     files, left = [], size
     for path in sorted(p for p in disk.rglob("*") if p.is_file()):
@@ -129,8 +129,8 @@ def measure(directory: Path, rounds: int) -> list[Figure]:
             if promoted != _BLOCKS:
                 raise ChildError(f"promoted {promoted} of {_BLOCKS} blocks")
             settle()
-            reads.append(raw.read_seconds(_segment_files(disk, size)))
-            huge_reads.append(raw_huge.read_seconds(_segment_files(disk, size)))
+            reads.append(raw.read_seconds(segment_files(disk, size)))
+            huge_reads.append(raw_huge.read_seconds(segment_files(disk, size)))
         if space.get(chains.last, out) != _BLOCKS or not np.array_equal(out, memory):
             raise ChildError("what came back from disk is not what was stored")
     return [

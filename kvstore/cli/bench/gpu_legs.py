@@ -1,0 +1,282 @@
+"""What `bench gpu` measures for one layout and shard size: rounds of moves beside raw ones.
+
+Every round measures kvstore and its baseline in turns, and checks the bytes that came back. The
+pool is filled once before: slabs are there, touched and pinned by then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from kvstore.cli.bench.chains import settle
+from kvstore.cli.bench.disk import segment_files
+from kvstore.cli.bench.figure import Figure, rate
+from kvstore.cli.bench.gpu_kvikio import KvikioFiles
+from kvstore.cli.bench.gpu_machine import Machine
+from kvstore.cli.bench.gpu_moves import FakeEngine
+from kvstore.cli.bench.raw import RawDisk, pieces, touched
+from kvstore.cli.child import ChildError
+from kvstore.client import Client
+from kvstore.keys import Keys
+from kvstore.units import KIB, MIB, format_bytes
+
+__all__ = ["RawCopies", "disk_leg", "host_leg", "pool_leg", "raw_leg", "warm_up"]
+
+_WAIT_S: Final = 120.0
+_GPU, _HOST = 1, 2
+_READ_BYTES: Final = 4 * MIB
+_MOST_FILES: Final = 64
+# Shards from which on the bus, not the number of copies, decides; and where both do.
+_LARGE: Final = 2 * MIB
+_MEDIUM: Final = 256 * KIB
+
+
+class RawCopies:
+    """Plain copies of one large piece, in the same memory every time."""
+
+    def __init__(self, machine: Machine, size: int) -> None:
+        """Allocate two pieces on each side.
+
+        Args:
+            machine: the device.
+            size: of the largest copy, in bytes.
+        """
+        self._machine = machine
+        self._host = [machine.host(size), machine.host(size)]
+        self._device = [machine.cache(size), machine.cache(size)]
+        self.both(size)  # the first copies pay for what is made on first use
+        self.within(size)
+
+    def up(self, size: int) -> float:
+        """Host to device: seconds for `size` bytes."""
+        return self._machine.copy_seconds((self._device[0][:size], self._host[0][:size]))
+
+    def down(self, size: int) -> float:
+        """Device to host."""
+        return self._machine.copy_seconds((self._host[1][:size], self._device[1][:size]))
+
+    def both(self, size: int) -> float:
+        """Both at once: seconds for `size` bytes each way."""
+        return self._machine.copy_seconds(
+            (self._device[0][:size], self._host[0][:size]),
+            (self._host[1][:size], self._device[1][:size]),
+        )
+
+    def within(self, size: int) -> float:
+        """Device to device."""
+        return self._machine.copy_seconds((self._device[0][:size], self._device[1][:size]))
+
+
+def raw_leg(raw: RawCopies, size: int, rounds: int) -> list[Figure]:
+    """Measure the machine alone."""
+    ways: dict[str, tuple[Callable[[int], float], int]] = {
+        "raw, host to GPU": (raw.up, size),
+        "raw, GPU to host": (raw.down, size),
+        "raw, both ways": (raw.both, 2 * size),
+        "raw, within the GPU": (raw.within, size),
+    }
+    return [
+        rate(name, moved, [way(size) for _ in range(rounds)]) for name, (way, moved) in ways.items()
+    ]
+
+
+def _name(what: str, engine: FakeEngine) -> str:
+    return f"{what}, {engine.case.layout}, {format_bytes(engine.case.shard_bytes)}"
+
+
+def _target(engine: FakeEngine, large: float, medium: float | None = None) -> float | None:
+    if engine.case.shard_bytes >= _LARGE:
+        return large
+    return medium if engine.case.shard_bytes >= _MEDIUM else None
+
+
+def warm_up(engine: FakeEngine, chains: int, pinned: Callable[[Any], bool]) -> None:
+    """Fill the pool, wait until it is pinned, and empty it again.
+
+    Args:
+        engine: whose space.
+        chains: how many chains of the engine the pool holds.
+        pinned: see `Kit`.
+    """
+    stored = [engine.new_keys() for _ in range(chains)]
+    for keys in stored:
+        engine.store(keys)
+    deadline = time.monotonic() + _WAIT_S
+    while not all(engine.held(keys, pinned) for keys in stored):
+        if time.monotonic() > deadline:
+            raise ChildError("the pool was not pinned in time")
+        settle()
+    engine.load(stored[-1])
+    engine.check("warm-up")
+    engine.space.evict()
+
+
+def host_leg(engine: FakeEngine, raw: RawCopies, rounds: int) -> list[Figure]:
+    """Measure loads from and stores into host memory.
+
+    Args:
+        engine: warmed up.
+        raw: baselines.
+        rounds: how often.
+    """
+    size = engine.case.moved_bytes
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        engine.space.evict()
+        settle()  # digests of the last round take memory bandwidth
+        engine.cache.refresh()
+        keys = engine.new_keys()
+        stored = engine.store(keys)
+        seconds["store"].append(stored.copy)
+        seconds["store call"].append(stored.call)
+        settle()
+        seconds["raw down"].append(raw.down(size))
+        loaded = engine.load(keys, _HOST)
+        seconds["load"].append(loaded.copy)
+        seconds["load call"].append(loaded.call)
+        engine.check("load from host memory")
+        seconds["raw up"].append(raw.up(size))
+        seconds["both"].append(engine.both(engine.new_keys(), keys))
+        engine.check("load beside a store")
+        seconds["raw both"].append(raw.both(size))
+    rows: Iterable[tuple[str, str, str, int, float | None]] = (
+        ("load", "load", "raw up", 1, _target(engine, 0.95, 0.75)),
+        ("store", "store", "raw down", 1, _target(engine, 0.95, 0.75)),
+        ("load and store", "both", "raw both", 2, _target(engine, 0.90)),
+        ("load with Acquire", "load call", "raw up", 1, None),
+        ("store with Reserve and Commit", "store call", "raw down", 1, None),
+    )
+    return [
+        rate(_name(what, engine), ways * size, seconds[ours], seconds[base], "raw copy", target)
+        for what, ours, base, ways, target in rows
+    ]
+
+
+def pool_leg(engine: FakeEngine, raw: RawCopies, rounds: int) -> list[Figure]:
+    """Measure loads from the GPU pool, and moves from host memory into it."""
+    size = engine.case.moved_bytes
+    loads, calls, copies, promotions, ups = [], [], [], [], []
+    for turn in range(rounds + 1):
+        engine.space.evict()
+        engine.cache.refresh()
+        keys = engine.new_keys()
+        engine.store(keys)
+        settle()
+        begin = time.perf_counter()
+        promoted = engine.space.prefetch(keys, tier="gpu", deadline_s=_WAIT_S).wait()
+        seconds = time.perf_counter() - begin
+        if promoted != len(keys):
+            raise ChildError(f"only {promoted} of {len(keys)} blocks came into the GPU pool")
+        loaded = engine.load(keys, _GPU)
+        engine.check("load from the GPU pool")
+        if turn == 0:
+            continue  # the first one makes the pool's slabs, and opens them
+        promotions.append(seconds)
+        ups.append(raw.up(size))
+        loads.append(loaded.copy)
+        calls.append(loaded.call)
+        copies.append(raw.within(size))
+    return [
+        rate(
+            _name("load from GPU pool", engine),
+            size,
+            loads,
+            copies,
+            "raw D2D",
+            _target(engine, 0.5),
+        ),
+        rate(_name("load from GPU pool with Acquire", engine), size, calls, copies, "raw D2D"),
+        rate(_name("host to GPU pool", engine), size, promotions, ups, "raw copy"),
+    ]
+
+
+def disk_leg(
+    engine: FakeEngine,
+    client: Client,
+    directory: Path,
+    machine: Machine,
+    rounds: int,
+    *,
+    threads: int,
+    to_pool: bool,
+) -> list[Figure]:
+    """Measure loads of blocks that are on disk alone.
+
+    Args:
+        engine: warmed up.
+        client: of the daemon.
+        directory: of the disk tier.
+        machine: the device.
+        rounds: how often.
+        threads: of the disk tier.
+        to_pool: whether there is a GPU pool to read into.
+    """
+    size = engine.case.moved_bytes
+    through_host, reads, through_pool, kvikio_reads = [], [], [], []
+    # One piece more than the bytes need: each file's last call takes one of its own.
+    disk = RawDisk(threads, pieces(touched(size // _READ_BYTES + _MOST_FILES, _READ_BYTES)))
+    direct = KvikioFiles.open(machine) if to_pool else None
+
+    def only_on_disk(keys: Keys) -> None:
+        done = client.flush(_WAIT_S)
+        if not done.done:
+            raise ChildError(f"flush left {done.skipped} blocks")
+        if to_pool:
+            engine.space.evict(tier="gpu")
+        engine.space.evict(tier="host")
+        settle()
+        if set(engine.space.lookup(keys).tiers) != {"disk"}:
+            raise ChildError("blocks are still in memory")
+
+    try:
+        for _ in range(rounds):
+            engine.space.evict()
+            engine.cache.refresh()
+            keys = engine.new_keys()
+            engine.store(keys)
+            only_on_disk(keys)
+            through_host.append(engine.load_growing(keys).call)
+            engine.check("load from disk through host memory")
+            files = segment_files(directory, size // MIB * MIB)
+            reads.append(disk.read_seconds(files))
+            if direct is None:
+                continue
+            only_on_disk(keys)
+            begin = time.perf_counter()
+            promoted = engine.space.prefetch(keys, tier="gpu", deadline_s=_WAIT_S).wait()
+            through_pool.append(time.perf_counter() - begin)
+            if promoted != len(keys):
+                raise ChildError(f"only {promoted} of {len(keys)} blocks came into the GPU pool")
+            engine.load(keys, _GPU)
+            engine.check("load from disk through the GPU pool")
+            kvikio_reads.append(direct.read_seconds(files))
+    finally:
+        disk.close()
+        if direct is not None:
+            direct.close()
+    figures = [
+        rate(
+            _name("disk to host to GPU", engine),
+            size,
+            through_host,
+            reads,
+            "O_DIRECT reads",
+            _target(engine, 0.9),
+        )
+    ]
+    if direct is not None:
+        figures.append(
+            rate(
+                _name("disk to GPU pool", engine),
+                size,
+                through_pool,
+                kvikio_reads,
+                direct.description,
+                _target(engine, 0.9),
+            )
+        )
+    return figures

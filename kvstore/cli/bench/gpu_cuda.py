@@ -23,11 +23,12 @@ def cuda_kit(device: int) -> Kit:
     """
     machine = CudaMachine(device)
     # After the device is known to be there: everything below needs one.
+    from kvstore.attach.mapped import PAGEABLE
     from kvstore.connectors.vllm.cuda import make_copier
-    from kvstore.connectors.vllm.cuda.reach import PAGEABLE
 
     def copier_of(geometry: Any, attachment: Any, group_blocks: int, tensor: Any) -> Copier:
-        return make_copier(geometry, attachment, 0, group_blocks, tensor)[0]
+        copier, _ = make_copier(geometry, attachment, 0, group_blocks, tensor)
+        return copier
 
     @contextlib.contextmanager
     def client_of(address: str) -> Iterator[Client]:

@@ -1,0 +1,111 @@
+"""The measuring scripts, as far as they need no GPU: what counts as warm, and the verdict."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+_SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "gpu"
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return a function that imports a script as its neighbours do."""
+    monkeypatch.syspath_prepend(str(_SCRIPTS))
+    known = set(sys.modules)
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    yield load
+    for name in set(sys.modules) - known:
+        if name in {"compare", "modes", "verdict", "engine"}:
+            del sys.modules[name]
+
+
+def test_a_warm_round_counts_only_when_the_tokens_came_from_outside(scripts: Any) -> None:
+    compare = scripts("compare")
+    good = {"ms": [5.0, 4.0, 9.0], "cached": [990, 1000, 1000], "external": 2990}
+    row = compare.warm_row(good, 1000)
+    assert "invalid" not in row
+    assert (row["p50"], row["min"], row["max"], row["samples"]) == (5.0, 4.0, 9.0, [5.0, 4.0, 9.0])
+    cold = compare.warm_row({**good, "cached": [990, 0, 1000]}, 1000)
+    assert cold["invalid"] == "only 1990 of 2850 tokens were found"
+    local = compare.warm_row({**good, "external": 1000}, 1000)
+    assert local["invalid"] == "only 1000 of 2850 tokens came from outside"
+
+
+def test_every_mode_has_a_transfer_configuration(
+    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = scripts("modes")
+    monkeypatch.setattr(modes, "Child", lambda *_: None)
+    names = {}
+    for connector in ("none", "native", "native_fs", "lmcache", "lmcache_disk", "pegaflow"):
+        host = modes.Host(modes.Mode(connector, connector), tmp_path, 2 << 30)
+        transfer = host.transfer()
+        names[connector] = None if transfer is None else transfer["kv_connector"]
+        assert host.environment()["PYTHONHASHSEED"] == "0"
+        host.close()
+        assert not host.directory.exists()
+    assert names == {
+        "none": None,
+        "native": "OffloadingConnector",
+        "native_fs": "OffloadingConnector",
+        "lmcache": "LMCacheConnectorV1",
+        "lmcache_disk": "LMCacheConnectorV1",
+        "pegaflow": "PegaKVConnector",
+    }
+
+
+def _result(warm: float, **more: Any) -> dict[str, Any]:
+    def row(p50: float, own: float) -> dict[str, Any]:
+        return {
+            "warm_0": {"p50": p50},
+            "warm_1": {"p50": 1.0, "invalid": "not reset"},
+            "together_0": {"p50": 4 * p50},
+            "own_hit": {"p50": own},
+        }
+
+    ttft = {"ours": row(warm, 40.0), "ours_pool": row(43.0, 40.0), "pegaflow": row(60.0, 41.0)}
+    return {"parts": {"ttft": ttft, **more}}
+
+
+def test_the_verdict_uses_valid_rounds_alone(scripts: Any) -> None:
+    verdict = scripts("verdict")
+    rows = {what: (figure, within) for what, figure, _, within in verdict.rows(_result(54.0))}
+    assert rows["warm TTFT, p50, over PegaFlow's"] == (0.9, True)
+    assert rows["warm TTFT beyond its own GPU hit, ms"] == (14.0, True)
+    assert rows["the same from the GPU pool, ms"] == (3.0, True)
+    assert rows["cold TTFT, p50, cache on over off"] == (None, None)
+    late = {what: within for what, _, _, within in verdict.rows(_result(66.0))}
+    assert late["warm TTFT, p50, over PegaFlow's"] is False
+    assert late["eight at once, total, over PegaFlow's"] is False
+
+
+def test_the_verdict_knows_wrong_tokens_and_leaks(scripts: Any) -> None:
+    verdict = scripts("verdict")
+    correct = {
+        "ours": {
+            "tokens_loaded_equal_own_hit": True,
+            "tokens_from_disk_equal_own_hit": False,
+            "storm": {"compared": 9, "equal": 8},
+            "leases_after_storm": 0,
+        }
+    }
+    memory = {"ours_pool": {"after_daemon_mib": 500}}
+    within = {
+        what: verdict_
+        for what, _, _, verdict_ in verdict.rows(_result(50.0, correct=correct, memory=memory))
+    }
+    assert within["tokens equal to a hit in the engine's cache"] is True
+    assert within["the same from disk"] is False
+    assert within["tokens of the storm right"] is False
+    assert within["no lease left after the storm"] is True
+    assert within["GPU memory zero after the end"] is False

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -119,31 +119,59 @@ class FakeEngine:
         tokens = self.case.blocks * self.space.spec.block_tokens
         return chain_keys(np.full(tokens, self._chains, np.uint32), self.space.spec.block_tokens)
 
+    def _reserve(self, count: int) -> list[Any]:
+        """Reserve slots, by several grants while the pool still grows.
+
+        Raises:
+            ChildError: there are too few.
+        """
+        grants: list[Any] = []
+        deadline = time.monotonic() + _WAIT_S
+        while left := count - sum(len(grant.slots) for grant in grants):
+            grants.append(self.space.reserve(left, deadline_s=_WAIT_S).result(timeout=2 * _WAIT_S))
+            if time.monotonic() > deadline:
+                self._abort(grants)
+                raise ChildError(f"only {count - left} of {count} slots were granted")
+        return grants
+
+    def _abort(self, grants: Sequence[Any]) -> None:
+        for grant in grants:
+            self._attachment.abort(grant.owner_id, grant.id, all_shards=True)
+
+    def _commit(self, grants: Sequence[Any], keys: Keys) -> None:
+        size, at = keys.key_bytes, 0
+        parents = bytes(size) + keys.packed[:-size]
+        for grant in grants:
+            end = at + len(grant.slots)
+            outcomes = self._attachment.commit(
+                self.space,
+                grant.owner_id,
+                grant.id,
+                0,
+                grant.slots,
+                keys[at:end],
+                parents[at * size : end * size],
+            ).result(timeout=_WAIT_S)
+            if any(outcome != CommitOutcome.COMMITTED for outcome in outcomes):
+                raise ChildError("not every stored block was committed")
+            at = end
+
+    @staticmethod
+    def _slots(grants: Sequence[Any]) -> SlotRun:
+        slots = np.concatenate([grant.slots for grant in grants])
+        return SlotRun(slots, grants[0].boot_id, grants[0].owner_id)
+
     def store(self, keys: Keys) -> Seconds:
         """Store the KV cache's sources under new keys."""
         began = time.perf_counter()
-        grant = self.space.reserve(len(keys), deadline_s=_WAIT_S).result(timeout=_WAIT_S)
-        if len(grant.slots) != len(keys):
-            self._attachment.abort(grant.owner_id, grant.id, all_shards=True)
-            raise ChildError(f"only {len(grant.slots)} of {len(keys)} slots were granted")
+        grants = self._reserve(len(keys))
         done = _Done()
+        run = self._slots(grants)
         begin = time.perf_counter()
-        run = SlotRun(grant.slots, grant.boot_id, grant.owner_id)
         self._copier.store(self.cache.sources, run, done.stored)
         done.wait("store")
         end = time.perf_counter()
-        size = keys.key_bytes
-        outcomes = self._attachment.commit(
-            self.space,
-            grant.owner_id,
-            grant.id,
-            0,
-            grant.slots,
-            keys,
-            bytes(size) + keys.packed[:-size],
-        ).result(timeout=_WAIT_S)
-        if any(outcome != CommitOutcome.COMMITTED for outcome in outcomes):
-            raise ChildError("not every stored block was committed")
+        self._commit(grants, keys)
         return Seconds(end - begin, time.perf_counter() - began)
 
     def load(self, keys: Keys, tier: int | None = None) -> Seconds:
@@ -161,8 +189,8 @@ class FakeEngine:
             if tier is not None and set(lease.tiers) != {tier}:
                 raise ChildError(f"blocks are in tiers {set(lease.tiers)}, not {tier}")
             done = _Done()
-            begin = time.perf_counter()
             run = SlotRun(lease.slots, lease.boot_id)
+            begin = time.perf_counter()
             self._copier.load(self.cache.targets, run, 0, done.loaded)
             done.wait("load")
             end = time.perf_counter()
@@ -205,26 +233,21 @@ class FakeEngine:
     def both(self, stored: Keys, loaded: Keys) -> float:
         """Store one chain while another is loaded; return how long the copies of both took."""
         lease = self.space.acquire(loaded).result(timeout=_WAIT_S)
-        grant = self.space.reserve(len(stored), deadline_s=_WAIT_S).result(timeout=_WAIT_S)
+        grants = self._reserve(len(stored))
         try:
-            if lease.blocks != len(loaded) or len(grant.slots) != len(stored):
-                raise ChildError("not every block was leased and granted")
+            if lease.blocks != len(loaded):
+                raise ChildError(f"only {lease.blocks} of {len(loaded)} blocks were leased")
             store, load = _Done(), _Done()
+            out, into = self._slots(grants), SlotRun(lease.slots, lease.boot_id)
             begin = time.perf_counter()
-            self._copier.load(
-                self.cache.targets, SlotRun(lease.slots, lease.boot_id), 0, load.loaded
-            )
-            self._copier.store(
-                self.cache.sources,
-                SlotRun(grant.slots, grant.boot_id, grant.owner_id),
-                store.stored,
-            )
+            self._copier.load(self.cache.targets, into, 0, load.loaded)
+            self._copier.store(self.cache.sources, out, store.stored)
             load.wait("load")
             store.wait("store")
             return time.perf_counter() - begin
         finally:
             lease.release()
-            self._attachment.abort(grant.owner_id, grant.id, all_shards=True)
+            self._abort(grants)
 
     def held(self, keys: Keys, question: Callable[[Any], bool]) -> bool:
         """Ask something about the mapped slots of blocks in memory."""

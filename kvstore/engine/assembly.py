@@ -213,6 +213,7 @@ class Assembly:
         if self.host.keep:
             self.host.remove_strays()
         self.room.closed = False
+        self.resizer.start()
         if self._warm_up_bytes and self.promoter is not None:
             self._warm_up = WarmUp(
                 self.index, self.host, self.promoter, self.counters, self._warm_up_bytes

@@ -2,7 +2,8 @@
 
 Growing asks first whether the machine has it; the tier then takes it as it needs it. Shrinking
 sets the limit at once, so that nothing is allocated beyond it, and empties what is too much in the
-background: callers wait for it as long as they like. A later call replaces an earlier one.
+background: callers wait for it as long as they like. A later call replaces an earlier one. A
+daemon that is started with less disk than the one before does the same from its start on.
 """
 
 from __future__ import annotations
@@ -97,6 +98,12 @@ class Resizer:
         self._on_disk = on_disk
         self._shrinkers[TierName.DISK] = shrinker
 
+    def start(self) -> None:
+        """Begin to empty what was found at the start and is more than the capacity by now."""
+        for tier, shrinker in self._shrinkers.items():
+            if not shrinker.done and tier not in self._tasks:
+                self._work(tier, shrinker)
+
     async def stop(self) -> None:
         """Break off what is under way, and take no more."""
         self._closed = True
@@ -157,6 +164,9 @@ class Resizer:
         shrinker.relent()
         log.info("%s capacity is %s now", tier.name.lower(), format_bytes(capacity_bytes))
         (self._on_host if tier is TierName.HOST else self._on_disk)()
+        self._work(tier, shrinker)
+
+    def _work(self, tier: TierName, shrinker: Shrinker) -> None:
         self._tasks[tier] = asyncio.create_task(
             self._run(shrinker), name=f"shrink-{tier.name.lower()}"
         )

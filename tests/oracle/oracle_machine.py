@@ -58,7 +58,7 @@ class OracleMachine(HoldingMachine):
         flags: dict[str, Any] = {
             "host_pool": host * MIB,
             "write_policy": policy,
-            "lease_ttl": 2.0,
+            "lease_ttl": 5.0,
             "heartbeat": 0.2,
             "stop_timeout": 30.0,
         }
@@ -93,7 +93,8 @@ class OracleMachine(HoldingMachine):
     def put(self, who: int, at: int, name: int, length: int) -> None:
         space, keys = self.model.spaces[at], keys_of(name, length)
         blocks = space.blocks(keys)
-        patient = self.model.host_fits and not self.outstanding
+        there_is_room = self.model.host_fits or (self.model.keeps and not self.model.fault)
+        patient = there_is_room and not self.outstanding
         timeout = SURELY_SECONDS if patient else 0.05
         stored = self.call(lambda: self.players[who].put(at, keys, blocks, timeout))
         self.note(f"put by {who} {at}/{name}[:{length}] v{space.next_version}", stored)
@@ -147,12 +148,11 @@ class OracleMachine(HoldingMachine):
         self.model.weaken()
         if tier == "host":
             # What is on disk too stays there.
-            kept = named & space.durable
-            space.lost(named - kept)
-        elif tier == "disk":
-            space.lost(named)
+            space.lost(named - space.durable - space.pinned)
         else:
-            space.lost(named)
+            # A pinned block keeps one copy, in whatever tier.
+            space.lost(named - space.pinned)
+            space.durable -= named
         stayed = self.call(lambda: self.players[who].evict(at, keys, tier))
         where = "all" if keys is None else f"{name}[{first}:]"
         self.note(f"evict by {who} {at}/{where} from {tier}, stayed", stayed)
@@ -232,7 +232,10 @@ class OracleMachine(HoldingMachine):
 
     @rule(
         how=st.sampled_from(
-            ["flush", "restart", "restart", "discard", "crash", "flush, crash", "during", "during"]
+            [
+                *("flush", "verify", "restart", "restart", "discard", "crash", "flush, crash"),
+                *("during", "during"),
+            ]
         ),
         at=spaces,
         name=chains,
@@ -244,6 +247,8 @@ class OracleMachine(HoldingMachine):
             self.flush()
         elif how == "flush, crash":
             self.flush_and_crash()
+        elif how == "verify":
+            self.verify()
         elif how == "crash":
             self.crash()
         elif how == "during":
@@ -264,6 +269,20 @@ class OracleMachine(HoldingMachine):
             if self.model.disk_fits and not (self.model.fault or self.model.refused):
                 assert not skipped, "no room on a disk that has it"
             self.model.flushed(skipped)
+        self.model.weaken()
+
+    def verify(self) -> None:
+        """Everything on disk is read again: what is damaged goes, and only that."""
+        if not self.model.has_disk:
+            return
+        self.model.weaken()
+        assert self.admin is not None
+        last = list(self.admin.verify())[-1]
+        self.note("verify", last.checked, last.damaged, last.unreadable, last.lost)
+        assert last.done
+        if not self.model.fault:
+            spoiled = any(space.tainted for space in self.model.spaces)
+            assert spoiled or self.model.broken or not (last.damaged or last.unreadable)
         self.model.weaken()
 
     def flush_and_crash(self) -> None:
@@ -422,3 +441,6 @@ class OracleMachine(HoldingMachine):
         if not self.outstanding:
             until(self.nothing_is_held, self.stats)
         until(self.numbers_fit, self.stats)
+        calm = not (self.outstanding or self.model.fault or self.model.broken)
+        if calm and not any(info.pinned for info in self.stats().spaces):
+            until(self.capacity_holds, self.stats)

@@ -187,6 +187,11 @@ class OracleWorld(RuleBasedStateMachine):
             return False
         return self.model.broken or all(tier.state == "ok" for tier in self.stats().tiers)
 
+    def capacity_holds(self) -> bool:
+        """Whether every tier keeps to its size; after a shrink it may take a moment."""
+        tiers = self.stats().tiers
+        return all(max(t.used_bytes, t.allocated_bytes) <= t.capacity_bytes for t in tiers)
+
     def memory_is_given_back(self) -> bool:
         """Whether the daemon maps no part of the pool that is gone."""
         maps = Path(f"/proc/{self.daemon.pid}/maps").read_text().splitlines()

@@ -82,6 +82,27 @@ def test_the_coldest_leave_and_the_others_move_together(make_world: Make) -> Non
     world.run(after)
 
 
+def test_less_disk_than_before_a_restart_is_kept_to_as_well(make_world: Make) -> None:
+    async def story(world: World) -> None:
+        await _half(world)
+        assert _files(world) > 40 * SLOT_BYTES
+
+    async def after(world: World) -> None:
+        await until(lambda: world.disk.usage().allocated_bytes <= 40 * SLOT_BYTES, 60)
+        await world.settle()
+        assert _files(world) <= 40 * SLOT_BYTES
+        check(world.engine, quiet=True)
+        # What lay in the segments that went is in those that stayed.
+        for n in range(0, 8, 2):
+            assert world.tiers(chain(f"mixed{n}", 8)) == "d" * 8
+            assert await world.player().load(chain(f"mixed{n}", 8)) == 8
+
+    world = make_world()
+    world.run(story)
+    world.disk_blocks = 40
+    world.run(after)
+
+
 def test_nothing_is_lost_that_fits(make_world: Make) -> None:
     async def story(world: World) -> None:
         keys = await _half(world)

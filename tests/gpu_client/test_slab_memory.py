@@ -1,0 +1,210 @@
+"""Slabs that are pinned, cannot be pinned, or lie in another process's device memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.attach.held import Held
+from kvstore.attach.mapped import DEVICE, PAGEABLE, PINNED, DeviceMemory
+from kvstore.attach.slabs import SlabTable
+from kvstore.connectors.vllm.cuda.pins import SlabPins
+from kvstore.connectors.vllm.guard import failures
+from kvstore.cudart import CudaError
+from kvstore.errors import AttachmentLost
+from kvstore.proto import kvstore_pb2 as pb
+
+SLOT = 4096
+SLOTS = 8
+KIND = [("group", "<u4"), ("index", "<u4"), ("generation", "<u8")]
+
+
+class Runtime:
+    """Pins what it is asked to, or fails; opens one allocation."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.failing = 0
+        self.opened: list[bytes] = []
+        self.closed: list[int] = []
+        self.allocation = np.arange(16 * SLOT, dtype=np.uint8)
+
+    def set_device(self, device: int) -> None:
+        assert device == 3
+
+    def host_register(self, address: int, length: int) -> None:
+        if self.failing:
+            self.failing -= 1
+            raise CudaError(2, "cudaHostRegister: out of memory (2)")
+        # It must be there, to the last byte.
+        (ctypes.c_uint8 * length).from_address(address)[length - 1]
+        self.registered[address] = length
+
+    def host_unregister(self, address: int) -> None:
+        length = self.registered.pop(address)
+        (ctypes.c_uint8 * length).from_address(address)[length - 1]
+
+    def device_of(self, uuid: str) -> int:
+        if uuid != "GPU-a":
+            raise CudaError(-1, f"this process does not see device {uuid}")
+        return 3
+
+    @contextlib.contextmanager
+    def on_device(self, device: int) -> Iterator[None]:
+        assert device == 3
+        yield
+
+    def ipc_open(self, handle: bytes) -> int:
+        self.opened.append(handle)
+        return int(self.allocation.ctypes.data)
+
+    def ipc_close(self, address: int) -> None:
+        self.closed.append(address)
+
+
+class World:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.runtime = Runtime()
+        self.acknowledged: list[int] = []
+        self.table = SlabTable(
+            self.acknowledged.extend,
+            DeviceMemory(lambda: self.runtime),  # type: ignore[arg-type, return-value]
+        )
+        self.pins = SlabPins(self.runtime, 3)
+
+    def host(self, group: int) -> None:
+        path = self.directory / f"slab{group}"
+        path.write_bytes(bytes(SLOT * (SLOTS + 1)))
+        self.table.announce(
+            pb.Slab(
+                group=group,
+                tier=pb.TIER_HOST,
+                slot_bytes=SLOT,
+                slots=SLOTS,
+                data_offset=SLOT,
+                length=SLOT * (SLOTS + 1),
+                path=str(path),
+            )
+        )
+
+    def gpu(self, group: int, offset: int, **changes: Any) -> None:
+        path = self.directory / f"generations{group}"
+        (np.arange(SLOTS, dtype="<u8") + 10).tofile(path)
+        cuda: dict[str, Any] = {
+            "handle": b"h" * 64,
+            "device_uuid": "GPU-a",
+            "offset": offset,
+            "generations_path": str(path),
+            "allocation_bytes": 16 * SLOT,
+        }
+        self.table.announce(
+            pb.Slab(
+                group=group,
+                tier=pb.TIER_GPU,
+                slot_bytes=SLOT,
+                slots=4,
+                length=4 * SLOT,
+                cuda=pb.CudaIpc(**(cuda | changes)),
+            )
+        )
+
+    def held(self, *slots: tuple[int, int, int]) -> Held:
+        return Held(self.table, np.array(list(slots), KIND))
+
+    def reach(self, group: int) -> int:
+        with self.held((group, 0, 0)) as held:
+            return int(held.places(0)[1][0])
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    failures.pop("pin", None)
+    world = World(tmp_path)
+    yield world
+    world.table.end("over", lambda: None)
+    assert not world.runtime.registered
+    failures.pop("pin", None)
+
+
+Until = Callable[..., None]
+
+
+def test_slabs_are_pinned_from_their_announcement_on_and_unpinned_before_they_go(
+    world: World, until: Until
+) -> None:
+    world.host(1)
+    assert world.reach(1) == PAGEABLE
+    # One was there before the GPU was, one comes after.
+    world.table.pin_with(world.pins)
+    world.host(2)
+    until(lambda: len(world.runtime.registered) == 2)
+    until(lambda: world.reach(1) == world.reach(2) == PINNED)
+    assert world.pins.pinned_bytes == 2 * SLOT * (SLOTS + 1)
+    busy = world.held((1, 0, 0))
+    world.table.retire([1, 2])
+    until(lambda: world.acknowledged == [2])
+    assert len(world.runtime.registered) == 1
+    busy.done()
+    assert world.acknowledged == [2, 1]
+    assert not world.runtime.registered
+    assert not world.pins.pinned_bytes
+
+
+@pytest.mark.parametrize("failing", [1, 99])
+def test_a_slab_that_cannot_be_pinned_is_used_unpinned_and_counted(
+    world: World, until: Until, failing: int
+) -> None:
+    world.runtime.failing = failing
+    world.table.pin_with(world.pins)
+    for group in (1, 2):
+        world.host(group)
+    until(lambda: failures["pin"] + len(world.runtime.registered) == 2)
+    until(lambda: world.reach(2) == (PINNED if failing == 1 else PAGEABLE))
+    assert world.reach(1) == PAGEABLE
+    assert world.pins.failed == failures["pin"] == min(failing, 2)
+
+
+def test_gpu_slabs_lie_at_their_offset_in_an_allocation_that_is_opened_once(world: World) -> None:
+    world.gpu(1, 4 * SLOT)
+    world.gpu(2, 12 * SLOT)
+    base = int(world.runtime.allocation.ctypes.data)
+    with world.held((2, 3, 13), (1, 1, 11), (1, 2, 99)) as held:
+        addresses, reach = held.places(0)
+        assert (addresses - np.uint64(base)).tolist() == [15 * SLOT, 5 * SLOT, 6 * SLOT]
+        assert set(reach.tolist()) == {DEVICE}
+        assert held.current(0).tolist() == [True, True, False]
+        world.table.end("the daemon is gone", lambda: None)
+        # A copy is under way: nothing goes away under it.
+        assert not world.runtime.closed
+    assert world.runtime.opened == [b"h" * 64]
+    assert world.runtime.closed == [base]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"device_uuid": "GPU-b"}, "does not see device GPU-b"),
+        ({"allocation_bytes": 5 * SLOT}, "inside its allocation"),
+        ({"generations_path": "/nonexistent"}, "No such file"),
+    ],
+)
+def test_device_memory_that_cannot_be_had_is_lost_in_one_line(
+    world: World, changes: dict[str, Any], problem: str
+) -> None:
+    world.gpu(1, 2 * SLOT, **changes)
+    with world.held((1, 0, 10)) as held, pytest.raises(AttachmentLost, match=problem):
+        held.places(0)
+
+
+def test_a_process_without_a_gpu_opens_nothing_by_itself(world: World) -> None:
+    world.host(1)
+    world.gpu(2, 0)
+    assert world.reach(1) == PAGEABLE
+    assert not world.runtime.opened

@@ -1,16 +1,20 @@
 """One slab in this process: shared memory, or device memory of the daemon.
 
 Shared memory may be *pinned* for a GPU, by whoever has one (`Pins`): then the GPU copies from and to
-it at the bus's speed, without anybody waiting. Device memory is opened through CUDA IPC, one
+it at the bus's speed, without anybody waiting. Pinning holds up everybody else who launches work on
+the GPU, so slots are pinned a few megabytes at a time, with pauses. No copy may then cross from one
+slot to the next: they may lie in two registrations. Device memory is opened through CUDA IPC, one
 allocation once, however many slabs lie in it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import numpy as np
@@ -19,6 +23,7 @@ from numpy.typing import NDArray
 from kvstore.cudart import CudaError, Cudart, cudart
 from kvstore.memory import Mapping
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.units import MIB, PAGE_BYTES
 from kvstore.wire import tier_name
 
 __all__ = ["DEVICE", "PAGEABLE", "PINNED", "DeviceMemory", "MappedSlab", "Pins", "map_slab"]
@@ -28,12 +33,16 @@ PAGEABLE: Final = 0
 PINNED: Final = 1
 DEVICE: Final = 2
 
+# Pinned at once: 0.7 ms; and the share of the time that pinning may take from the engine's launches.
+_PIN_BYTES: Final = 16 * MIB
+_PIN_DUTY: Final = 0.25
+
 
 class Pins(Protocol):
     """Whoever pins memory for a GPU. Called from any thread, never twice at once for a slab."""
 
     def pin(self, address: int, length: int) -> bool:
-        """Pin memory; return whether it is. Must not raise."""
+        """Pin a range; return whether it is pinned. Must not raise."""
 
     def unpin(self, address: int) -> None:
         """Undo `pin`: the memory is about to be unmapped. Must not raise."""
@@ -53,7 +62,7 @@ class MappedSlab:
         mapping: of the shared memory: the whole slab, or a GPU slab's generations.
         generations: the slots' current generations, shape (slots,), written by the daemon.
         device_uuid: of the device that the memory is on; "" for host memory.
-        pins: who has pinned it; None while it is not.
+        pinned_slots: so many are pinned, from the first on.
     """
 
     group: int
@@ -65,25 +74,41 @@ class MappedSlab:
     mapping: Mapping
     generations: NDArray[np.uint64]
     device_uuid: str = ""
-    pins: Pins | None = None
+    pinned_slots: int = 0
+    _pinned: list[tuple[Pins, int]] = field(default_factory=list)
 
-    @property
-    def reach(self) -> int:
-        """How a GPU gets at it: `PAGEABLE`, `PINNED` or `DEVICE`."""
+    def reach(self, index: NDArray[np.uint32]) -> NDArray[np.uint8]:
+        """Return how a GPU gets at slots: `PAGEABLE`, `PINNED` or `DEVICE`; shape (n,)."""
         if self.device_uuid:
-            return DEVICE
-        return PINNED if self.pins is not None else PAGEABLE
+            return np.full(len(index), DEVICE, np.uint8)
+        return np.where(index < self.pinned_slots, PINNED, PAGEABLE).astype(np.uint8)
 
-    def pin(self, pins: Pins) -> None:
-        """Pin it, unless it is pinned already or on a device. Takes 50 ms a GiB."""
-        if self.reach == PAGEABLE and pins.pin(self.mapping.address, self.mapping.length):
-            self.pins = pins
+    def pin(self, pins: Pins, pause: Callable[[float], None] = time.sleep) -> None:
+        """Pin its slots, unless it is pinned already or on a device. One thread at a time.
+
+        Args:
+            pins: pins them.
+            pause: waits some seconds.
+        """
+        # Ranges begin and end between slots and between pages.
+        whole = PAGE_BYTES // math.gcd(PAGE_BYTES, self.slot_bytes)
+        step = max(1, _PIN_BYTES // (whole * self.slot_bytes)) * whole
+        while not self.device_uuid and self.pinned_slots < self.slots:
+            count = min(step, self.slots - self.pinned_slots)
+            address = self.data_address + self.pinned_slots * self.slot_bytes
+            began = time.monotonic()
+            if not pins.pin(address, count * self.slot_bytes):
+                return
+            self._pinned.append((pins, address))
+            self.pinned_slots += count
+            pause((time.monotonic() - began) * (1 / _PIN_DUTY - 1))
 
     def close(self) -> bool:
         """Unpin and unmap; return False when views keep it mapped."""
-        pins, self.pins = self.pins, None
-        if pins is not None:
-            pins.unpin(self.mapping.address)
+        self.pinned_slots = 0
+        for pins, address in self._pinned:
+            pins.unpin(address)
+        self._pinned.clear()
         # The field itself is a view.
         self.generations = np.empty(0, np.uint64)
         return self.mapping.close()

@@ -226,7 +226,7 @@ class SlabTable:
                 raise AttachmentLost(f"slab group {slab.group} has no slot {int(index.max())}")
             offsets = index.astype(np.uint64) * np.uint64(slab.slot_bytes)
             result[where] = offsets + np.uint64(slab.data_address)
-            reach[where] = slab.reach
+            reach[where] = slab.reach(index)
         return result, reach
 
     def current(self, slots: SlotArray, shard: int) -> NDArray[np.bool_]:

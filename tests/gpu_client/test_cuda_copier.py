@@ -352,11 +352,13 @@ def test_blocks_outside_the_cache_are_refused(make: Make) -> None:
     assert world.store([-1, 1, 2, 3], 0).wait() is False
 
 
-def test_pieces_are_merged_within_a_slab_only() -> None:
+def test_pieces_are_merged_only_where_both_sides_go_on_and_nothing_says_apart() -> None:
     device = np.array([0, 10, 20, 40, 50], np.uint64)
     packed = np.array([100, 110, 120, 130, 140], np.uint64)
-    groups = np.array([1, 1, 2, 2, 2], np.uint32)
-    of, to, lengths = pieces(device, packed, groups, 10)
+    apart = np.array([1, 1, 2, 2, 2], np.int64)
+    first, of, to, lengths = pieces(device, packed, apart, 10)
+    assert first.tolist() == [0, 2, 3]
     assert of.tolist() == [0, 20, 40]
     assert to.tolist() == [100, 120, 130]
     assert lengths.tolist() == [20, 10, 20]
+    assert [len(column) for column in pieces(device[:0], packed[:0], apart[:0], 10)] == [0] * 4

@@ -146,7 +146,7 @@ def test_slabs_are_pinned_from_their_announcement_on_and_unpinned_before_they_go
     world.host(2)
     until(lambda: len(world.runtime.registered) == 2)
     until(lambda: world.reach(1) == world.reach(2) == PINNED)
-    assert world.pins.pinned_bytes == 2 * SLOT * (SLOTS + 1)
+    assert world.pins.pinned_bytes == 2 * SLOT * SLOTS
     busy = world.held((1, 0, 0))
     world.table.retire([1, 2])
     until(lambda: world.acknowledged == [2])

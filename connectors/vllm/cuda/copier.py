@@ -310,7 +310,7 @@ class CudaCopier:
 
     def _job(self, flight: _Flight, blocks: NDArray[np.int32], run: SlotRun, skip: int) -> Job:
         addresses, reach = flight.held.places(self._shard)
-        return job_of(self._geometry, blocks, run.slots, addresses, reach, skip, self._group_blocks)
+        return job_of(self._geometry, blocks, addresses, reach, skip, self._group_blocks)
 
     @staticmethod
     def _submit(pipe: Pipe, flight: _Flight, job: Job, *, to_cache: bool) -> None:

@@ -1,4 +1,4 @@
-"""Pins slabs for one GPU."""
+"""Pins slabs for one GPU, range by range."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class SlabPins:
 
     Attributes:
         pinned_bytes: now.
-        failed: slabs that could not be pinned; copies from and to them go through a buffer.
+        failed: ranges that could not be pinned; copies from and to them, and what follows them in
+            their slab, go through a buffer.
     """
 
     def __init__(self, cuda: _Runtime, device: int) -> None:
@@ -38,7 +39,7 @@ class SlabPins:
         self.failed = 0
 
     def pin(self, address: int, length: int) -> bool:
-        """Pin a slab; return whether it is pinned."""
+        """Pin a range of a slab; return whether it is pinned."""
         try:
             self._cuda.set_device(self._device)
             self._cuda.host_register(address, length)
@@ -47,7 +48,7 @@ class SlabPins:
             self.failed += 1
             log_once(
                 logging.WARNING,
-                "a slab cannot be pinned (%s): copies go through a small buffer, more slowly; the"
+                "memory cannot be pinned (%s): copies go through a small buffer, more slowly; the"
                 " limit of locked memory (ulimit -l) may be too low",
                 error,
             )
@@ -58,11 +59,11 @@ class SlabPins:
         return True
 
     def unpin(self, address: int) -> None:
-        """Unpin a slab that is about to be unmapped."""
+        """Unpin a range of a slab that is about to be unmapped."""
         with self._guard:
             self.pinned_bytes -= self._lengths.pop(address, 0)
         try:
             self._cuda.set_device(self._device)
             self._cuda.host_unregister(address)
         except CudaError as error:
-            log_once(logging.WARNING, "a slab cannot be unpinned: %s", error)
+            log_once(logging.WARNING, "memory cannot be unpinned: %s", error)

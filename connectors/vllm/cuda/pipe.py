@@ -114,22 +114,19 @@ class Bounce:
     """Pinned buffers for what is not pinned, one for each buffer of a ring.
 
     The CPU copies between them and the slots, without the GIL, on the thread that submits.
+
+    Attributes:
+        address: of the first.
     """
 
     def __init__(self, cuda: Runtime, buffer_bytes: int) -> None:
         """Take pinned memory."""
         self._cuda = cuda
-        self._buffer_bytes = buffer_bytes
-        self._memory = cuda.host_alloc(_BUFFERS * buffer_bytes)
-
-    def places(self, buffer: int, count: int, length: int) -> U64:
-        """Return addresses for `count` blocks of `length` bytes in a buffer."""
-        begin = self._memory + buffer * self._buffer_bytes
-        return np.uint64(begin) + np.arange(count, dtype=np.uint64) * np.uint64(length)
+        self.address = cuda.host_alloc(_BUFFERS * buffer_bytes)
 
     def close(self) -> None:
         """Give the memory back."""
-        self._cuda.host_free(self._memory)
+        self._cuda.host_free(self.address)
 
 
 class Pipe:
@@ -200,10 +197,10 @@ class Pipe:
         else:
             geometry = self._geometry
             cache = geometry.bases[0] + job.blocks.astype(np.uint64) * geometry.strides[0]
-            for at in range(0, len(job), _BATCH):
-                part = slice(at, at + _BATCH)
+            _, *found = pieces(cache, job.packed, job.slots, geometry.block_bytes)
+            for at in range(0, len(found[0]), _BATCH):
                 self._next = (self._next + 1) % _BUFFERS
-                self._copy(cache[part], job.packed[part], job.groups[part], self.dma[self._next])
+                self._copy([column[at : at + _BATCH] for column in found], self.dma[self._next])
 
     def device(self, job: Job) -> None:
         """Copy between slots in this GPU's memory and the KV cache."""
@@ -249,16 +246,19 @@ class Pipe:
         del self._rows
         cuda.host_free(self._rows_memory)
 
-    def _copy(self, device: U64, packed: U64, groups: NDArray[np.uint32], stream: int) -> None:
-        device, packed, lengths = pieces(device, packed, groups, self._geometry.block_bytes)
+    def _copy(self, part: list[U64], stream: int) -> None:
+        """Submit pieces: addresses on the GPU, addresses in host memory, lengths."""
+        device, packed, lengths = part
         to, of = (device, packed) if self._to_cache else (packed, device)
         self._cuda.memcpy_batch_async(to, of, lengths, stream)
 
-    def _uploads(self, blocks: NDArray[np.int32], packed: U64) -> Iterator[tuple[int, int, int]]:
+    def _uploads(
+        self, blocks: NDArray[np.int32], packed: U64, multiple: int = 1
+    ) -> Iterator[tuple[int, int, int]]:
         """Upload rows, as many at a time as fit; yield the first row, begin, and end of each."""
-        cuda = self._cuda
-        for begin in range(0, len(blocks), _ROWS):
-            end = min(begin + _ROWS, len(blocks))
+        cuda, most = self._cuda, _ROWS // multiple * multiple
+        for begin in range(0, len(blocks), most):
+            end = min(begin + most, len(blocks))
             upload = self._upload % _UPLOADS
             if self._upload >= _UPLOADS:
                 # Sixteen copies later its upload is over, unless the compute stream is far behind.
@@ -289,37 +289,53 @@ class Pipe:
             )
 
     def _through_ring(self, job: Job) -> None:
-        size, chunk = self._geometry.block_bytes, self._chunk_blocks
+        size, chunk, bounce = (
+            np.uint64(self._geometry.block_bytes),
+            self._chunk_blocks,
+            self._bounce,
+        )
         # A copy that is no whole number of chunks ends early in its last buffer.
-        at = np.arange(len(job), dtype=np.uint64)
-        buffers = (at // np.uint64(chunk) + np.uint64(self._next)) % np.uint64(_BUFFERS)
-        inside = at % np.uint64(chunk)
-        staged = np.uint64(self._ring) + (buffers * np.uint64(chunk) + inside) * np.uint64(size)
-        for first, begin, end in self._uploads(job.blocks, staged):
-            # Uploads hold whole chunks, because _ROWS may not be a multiple: cut at both.
-            while begin < end:
-                stop = min(end, (begin // chunk + 1) * chunk)
-                buffer = int(buffers[begin])
-                part = slice(begin, stop)
-                self._chunk(buffer, first, staged[part], job.packed[part], job.groups[part])
-                first += stop - begin
-                begin = stop
+        chunks, inside = np.divmod(np.arange(len(job)), chunk)
+        buffers = (chunks + self._next) % _BUFFERS
+        places = (buffers * chunk + inside).astype(np.uint64) * size
+        staged = np.uint64(self._ring) + places
+        host = job.packed if bounce is None else np.uint64(bounce.address) + places
+        first, *found = pieces(staged, host, job.slots + chunks * len(job), int(size))
+        bounds = np.searchsorted(first, np.arange(0, len(job) + chunk, chunk)).tolist()
+        for row, begin, end in self._uploads(job.blocks, staged, chunk):
+            for at in range(begin, end, chunk):
+                number, stop = at // chunk, min(at + chunk, end)
+                mine = slice(bounds[number], bounds[number + 1])
+                part = [column[mine] for column in found]
+                buffer = (number + self._next) % _BUFFERS
+                slots = None if bounce is None else (host[at:stop], job.packed[at:stop])
+                self._chunk(buffer, row + at - begin, stop - at, part, slots)
         self._next = (self._next + -(-len(job) // chunk)) % _BUFFERS
 
     def _chunk(
-        self, buffer: int, first: int, staged: U64, packed: U64, groups: NDArray[np.uint32]
+        self,
+        buffer: int,
+        first: int,
+        count: int,
+        part: list[U64],
+        bounced: tuple[U64, U64] | None,
     ) -> None:
-        cuda, count, bounce = self._cuda, len(staged), self._bounce
-        size, dma = self._geometry.block_bytes, self.dma[buffer]
-        slots = packed
-        if bounce is not None:
-            packed, groups = bounce.places(buffer, count, size), np.zeros(count, np.uint32)
+        """Submit one buffer's bytes.
+
+        Args:
+            buffer: of the ring.
+            first: row of its first block.
+            count: blocks.
+            part: pieces: addresses in the ring, addresses in host memory, lengths.
+            bounced: for what is not pinned: addresses in the bounce buffer, and in slots.
+        """
+        cuda, dma = self._cuda, self.dma[buffer]
         if self._to_cache:
-            if bounce is not None:
+            if bounced is not None:
                 cuda.event_synchronize(self._dma_done[buffer])
-                copy_batch(packed, slots, size)
+                copy_batch(*bounced, self._geometry.block_bytes)
             cuda.stream_wait_event(dma, self._kernel_done[buffer])
-            self._copy(staged, packed, groups, dma)
+            self._copy(part, dma)
             cuda.event_record(self._dma_done[buffer], dma)
             cuda.stream_wait_event(self.kernels, self._dma_done[buffer])
             self._ring_kernel(first, count)
@@ -329,11 +345,11 @@ class Pipe:
         self._ring_kernel(first, count)
         cuda.event_record(self._kernel_done[buffer], self.kernels)
         cuda.stream_wait_event(dma, self._kernel_done[buffer])
-        self._copy(staged, packed, groups, dma)
+        self._copy(part, dma)
         cuda.event_record(self._dma_done[buffer], dma)
-        if bounce is not None:
+        if bounced is not None:
             cuda.event_synchronize(self._dma_done[buffer])
-            copy_batch(slots, packed, size)
+            copy_batch(bounced[1], bounced[0], self._geometry.block_bytes)
 
     def _ring_kernel(self, first: int, count: int) -> None:
         self._mover.move(

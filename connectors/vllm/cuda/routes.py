@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,13 +34,14 @@ class Job:
     Attributes:
         blocks: engine blocks.
         packed: address of each one's packed bytes in a slot.
-        groups: slab group of the slot: one piece of DMA never crosses two mappings.
+        slots: which of the copy's slots that is; one piece of DMA never crosses two, see
+            `kvstore.attach.mapped`.
         reach: how a GPU gets at the slot.
     """
 
     blocks: NDArray[np.int32]
     packed: U64
-    groups: NDArray[np.uint32]
+    slots: NDArray[np.int64]
     reach: NDArray[np.uint8]
 
     def __len__(self) -> int:
@@ -51,13 +52,12 @@ class Job:
         """Return some of it."""
         if which.all():
             return self
-        return Job(self.blocks[which], self.packed[which], self.groups[which], self.reach[which])
+        return Job(self.blocks[which], self.packed[which], self.slots[which], self.reach[which])
 
 
 def job_of(
     geometry: Geometry,
     blocks: NDArray[np.int32],
-    slots: NDArray[Any],
     addresses: U64,
     reach: NDArray[np.uint8],
     skip: int,
@@ -68,8 +68,7 @@ def job_of(
     Args:
         geometry: of the KV cache.
         blocks: engine blocks, shape (n,).
-        slots: that hold them, `group_blocks` in each.
-        addresses: of the slots.
+        addresses: of the slots that hold them, `group_blocks` in each.
         reach: of the slots.
         skip: engine blocks of the first slot that come before `blocks[0]`.
         group_blocks: engine blocks per slot.
@@ -81,7 +80,7 @@ def job_of(
         raise IndexError(f"engine blocks are not all within 0 … {geometry.blocks - 1}")
     slot, inside = np.divmod(np.arange(skip, skip + len(blocks)), group_blocks)
     packed = addresses[slot] + inside.astype(np.uint64) * np.uint64(geometry.block_bytes)
-    return Job(blocks, packed, slots["group"][slot], reach[slot])
+    return Job(blocks, packed, slot, reach[slot])
 
 
 def route_of(geometry: Geometry, group_blocks: int) -> Route:
@@ -94,25 +93,29 @@ def route_of(geometry: Geometry, group_blocks: int) -> Route:
 
 
 def pieces(
-    device: U64, packed: U64, groups: NDArray[np.uint32], length: int
-) -> tuple[U64, U64, U64]:
-    """Merge neighbours that are adjacent on both sides and in one slab.
+    device: U64, packed: U64, apart: NDArray[np.int64], length: int
+) -> tuple[NDArray[np.int64], U64, U64, U64]:
+    """Merge neighbours that are adjacent on both sides.
 
     Args:
         device: addresses on the GPU, shape (n,).
         packed: addresses in slots, shape (n,).
-        groups: slab groups, shape (n,).
+        apart: where it differs, nothing is merged; shape (n,).
         length: bytes of each.
 
     Returns:
-        Addresses on the GPU, addresses in slots, lengths; each (pieces,).
+        Where each piece begins among the n, addresses on the GPU, addresses in slots, lengths;
+        each (pieces,).
     """
     size = np.uint64(length)
-    breaks = (
+    breaks = np.ones(len(device), np.bool_)
+    breaks[1:] = (
         (device[:-1] + size != device[1:])
         | (packed[:-1] + size != packed[1:])
-        | (groups[:-1] != groups[1:])
+        | (apart[:-1] != apart[1:])
     )
-    first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    counts = np.diff(np.append(first, len(device)))
-    return device[first], packed[first], counts.astype(np.uint64) * size
+    first = np.flatnonzero(breaks)
+    counts = np.empty(len(first), np.uint64)
+    counts[:-1] = first[1:] - first[:-1]
+    counts[-1:] = len(device) - first[-1:]
+    return first, device[first], packed[first], counts * size

@@ -161,7 +161,7 @@ class DiskRoom:
             return False
         if any(b.pinned_until for b in (*leaving, *orphans)):
             return False
-        if any(b.key in b.space.pending_children for b in (*last, *orphans)):
+        if any(b.gpu_refs or b.key in b.space.pending_children for b in (*last, *orphans)):
             return False
         if any(b.host_refs or b.flush in (Flush.QUEUED, Flush.WRITING) for b in orphans):
             return False

@@ -235,4 +235,4 @@ def _may_be_dropped(block: Block) -> bool:
         return False
     if block.key in block.space.pending_children:
         return False
-    return block.disk is not None or not block.pinned_until
+    return block.disk is not None or not (block.pinned_until or block.gpu_refs)

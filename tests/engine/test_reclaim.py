@@ -111,6 +111,31 @@ def test_a_group_with_a_block_in_use_stays_and_its_own_coldest_go_instead(
     make_world(host_blocks=16, disk_blocks=0).run(story)
 
 
+def test_a_group_with_a_last_copy_that_a_gpu_s_reader_needs_is_not_emptied_in_part(
+    make_world: Make,
+) -> None:
+    """While somebody reads a GPU copy, the block's other last copy stays: so do all of its group."""
+
+    async def story(world: World) -> None:
+        player = world.player()
+        old = [chain(f"old{i}", 4) for i in range(4)]
+        for keys in old:
+            await player.put(keys)
+        await world.settle()
+        read = [world.block(keys[3]) for keys in old]
+        for block in read:
+            block.gpu_refs += 1
+        before = [world.tiers(keys) for keys in old]
+        wide = await world.engine.open_space(spec_of("wide", WIDE))
+        _, slots, _ = await player.reserve(1, deadline=0.2, space=wide)
+        assert not slots
+        assert [world.tiers(keys) for keys in old] == before
+        for block in read:
+            block.gpu_refs -= 1
+
+    make_world(host_blocks=16, disk_blocks=0).run(story)
+
+
 def test_a_deaf_client_keeps_its_groups_and_no_others(make_world: Make) -> None:
     """It was stopped when half of the pool was there: the other half moves."""
 

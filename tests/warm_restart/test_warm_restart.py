@@ -76,6 +76,26 @@ def test_memory_survives_any_number_of_restarts_and_goes_on_being_used(daemon: A
         assert host_hits(client) == 30
 
 
+def test_a_process_waits_for_one_run_of_the_daemon_and_for_none_that_is_over(
+    daemon: Any, until: Until
+) -> None:
+    with Client(daemon.address, timeout_s=20) as client:
+        attachment = client.attachment
+        until(lambda: attachment.alive, 60)
+        first = attachment.boot_id
+        assert attachment.wait_run(first, 0.0)
+        assert not attachment.wait_run(b"of somebody else", 0.01)
+        stop(daemon)
+        until(lambda: not attachment.alive, 60)
+        # Not for an hour: this process has seen its end.
+        assert not attachment.wait_run(first, 3600.0)
+        daemon.start()
+        with Client(daemon.address, timeout_s=20) as other:
+            second = bytes(other.hello().boot_id)
+        assert attachment.wait_run(second, 60.0)
+        assert not attachment.wait_run(first, 3600.0)
+
+
 def test_two_shards(daemon: Any) -> None:
     spec = spec_of("two", SHARDS)
     with Client(daemon.address, timeout_s=20) as client:

@@ -20,9 +20,20 @@ import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-__all__ = ["FILE_GONE", "REPLACED", "SHORT", "IoEngine", "IoFile", "IoRequest", "error_text"]
+__all__ = [
+    "FILE_GONE",
+    "REPLACED",
+    "SHORT",
+    "Buffer",
+    "DeviceBuffer",
+    "IoEngine",
+    "IoFile",
+    "IoRequest",
+    "error_text",
+]
 
 SHORT: Final = errno.ENODATA
 REPLACED: Final = errno.ESTALE
@@ -53,6 +64,37 @@ class IoFile(NamedTuple):
     inode: int
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceBuffer:
+    """Contiguous device memory, as an engine for device targets takes it.
+
+    Attributes:
+        address: of its first byte.
+        length: bytes.
+    """
+
+    address: int
+    length: int
+
+    def __len__(self) -> int:
+        """Return its bytes, as a memoryview of bytes does."""
+        return self.length
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        """What CUDA libraries read."""
+        return {
+            "shape": (self.length,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+Buffer = memoryview | DeviceBuffer
+
+
 class IoRequest(NamedTuple):
     """One contiguous range of a file and the memory it goes to or comes from.
 
@@ -60,11 +102,12 @@ class IoRequest(NamedTuple):
         file: the file.
         offset: bytes from its start, a multiple of 4096.
         buffers: contiguous bytes each, multiples of 4096 long, one after the other in the file.
+            Device memory only for engines that say so.
     """
 
     file: IoFile
     offset: int
-    buffers: tuple[memoryview, ...]
+    buffers: tuple[Buffer, ...]
 
     @property
     def length(self) -> int:

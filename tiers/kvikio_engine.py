@@ -1,0 +1,229 @@
+"""The kvikio I/O engine: files straight to and from device memory, through cuFile.
+
+With NVIDIA's storage driver (`nvidia-fs`) and a file system that supports it, cuFile moves bytes
+between the disk and the GPU without host memory (GPUDirect Storage). Without, kvikio reads into
+pinned buffers of its own and copies from there: the *compat* mode. `name` says which one it is,
+as the library itself decided, never as it was wished for.
+
+kvikio splits each transfer into tasks and has threads of its own for them; this engine's threads
+only submit and wait. It is loaded at `open`: without a CUDA driver it cannot even be imported.
+This is the one module that does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from kvstore.errors import TierUnavailable
+from kvstore.tiers.io_engine import SHORT, IoEngine, IoFile, IoRequest
+from kvstore.tiers.io_workers import Batch, Workers
+from kvstore.tiers.open_files import OpenFiles, check_identity
+from kvstore.units import MIB
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["KvikioEngine"]
+
+_log = logging.getLogger(__name__)
+
+# Transfers whose tasks kvikio's threads share; each waits for its own.
+_WAITERS: Final = 4
+# The library's defaults are one thread and 4 MiB.
+_THREADS: Final = 8
+_TASK_BYTES: Final = 4 * MIB
+
+
+class KvikioEngine(IoEngine):
+    """`IoEngine` over kvikio; buffers may be in host or device memory."""
+
+    def __init__(self, threads: int = _THREADS, *, task_bytes: int = _TASK_BYTES) -> None:
+        """Configure the engine; `open` loads kvikio and starts it.
+
+        Args:
+            threads: of kvikio, that is tasks in flight at once.
+            task_bytes: largest piece of a transfer that one thread moves.
+        """
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, not {threads}")
+        self._thread_count = threads
+        self._task_bytes = task_bytes
+        self._kvikio: Any = None
+        self._files: OpenFiles[Any] | None = None
+        self._movers: Workers | None = None
+        self._syncers: Workers | None = None
+        self._name = "cufile"
+
+    @property
+    def name(self) -> str:
+        """``cufile-gds`` or ``cufile-compat``; ``cufile`` before `open`."""
+        return self._name
+
+    async def open(self) -> None:
+        """Load kvikio, start the threads.
+
+        Raises:
+            TierUnavailable: it is not there, or finds no driver; one line says what.
+        """
+        try:
+            kvikio = await asyncio.to_thread(_load)
+            kvikio.defaults.set({"num_threads": self._thread_count, "task_size": self._task_bytes})
+            self._name = "cufile-gds" if _direct(kvikio) else "cufile-compat"
+        except Exception as error:
+            # The boundary to a library that raises what it likes, and fails in many ways.
+            text = " ".join(str(error).split()) or type(error).__name__
+            raise TierUnavailable("gpu", f"kvikio does not work: {text}") from error
+        self._kvikio = kvikio
+        self._files = OpenFiles(self._open_file, _close_file)
+        self._movers = Workers("kvstore-cufile", _WAITERS)
+        self._syncers = Workers("kvstore-cufile-sync", 1)
+
+    def _open_file(self, file: IoFile) -> Any:
+        try:
+            handle = self._kvikio.CuFile(file.path, "r+")
+        except RuntimeError as error:
+            raise OSError(_number(error), str(error), file.path) from error
+        try:
+            check_identity(os.fstat(handle.fileno()), file)
+        except OSError:
+            handle.close()
+            raise
+        return handle
+
+    async def close(self) -> None:
+        """Finish what was submitted, close files, end the threads."""
+        for workers in (self._movers, self._syncers):
+            if workers is not None:
+                await asyncio.to_thread(workers.close)
+        self._movers = self._syncers = None
+        if self._files is not None:
+            self._files.close()
+
+    async def read(
+        self, requests: Sequence[IoRequest], landed: Callable[[int], None] | None = None
+    ) -> list[int]:
+        """Fill buffers from files; see `IoEngine.read`."""
+        return await self._move_all(requests, False, landed)
+
+    async def write(self, requests: Sequence[IoRequest]) -> list[int]:
+        """Write buffers to files; see `IoEngine.write`."""
+        return await self._move_all(requests, True, None)
+
+    async def sync(self, files: Sequence[IoFile]) -> list[int]:
+        """Make what was written durable; see `IoEngine.sync`."""
+        errors = [errno.ECANCELED] * len(files)
+
+        def flush(position: int) -> None:
+            errors[position] = errno.EIO
+            try:
+                with self._opened().use(files[position]) as handle:
+                    os.fdatasync(handle.fileno())
+            except OSError as error:
+                errors[position] = error.errno or errno.EIO
+            else:
+                errors[position] = 0
+
+        if self._syncers is None:
+            raise RuntimeError("the engine is not open")
+        await self._syncers.run(Batch(range(len(files)), flush))
+        return errors
+
+    def forget(self, file: IoFile) -> None:
+        """Close the file when its last user is done."""
+        self._opened().forget(file)
+
+    def _opened(self) -> OpenFiles[Any]:
+        if self._files is None:
+            raise RuntimeError("the engine is not open")
+        return self._files
+
+    async def _move_all(
+        self,
+        requests: Sequence[IoRequest],
+        writing: bool,
+        landed: Callable[[int], None] | None,
+    ) -> list[int]:
+        errors = [errno.ECANCELED] * len(requests)
+
+        def execute(position: int) -> None:
+            errors[position] = errno.EIO
+            found = self._move(requests[position], writing)
+            if not found and landed is not None:
+                # Until it is checked it has not arrived.
+                landed(position)
+            errors[position] = found
+
+        if self._movers is None:
+            raise RuntimeError("the engine is not open")
+        await self._movers.run(Batch(range(len(requests)), execute))
+        return errors
+
+    def _move(self, request: IoRequest, writing: bool) -> int:
+        """Move one range, its buffers at once; return 0 or the errno when none is under way."""
+        try:
+            with self._opened().use(request.file) as handle:
+                begin = handle.pwrite if writing else handle.pread
+                offset = request.offset
+                futures = []
+                error = 0
+                try:
+                    for buffer in request.buffers:
+                        futures.append((begin(buffer, len(buffer), offset), len(buffer)))
+                        offset += len(buffer)
+                except (RuntimeError, ValueError) as failed:
+                    error = _number(failed)
+                for future, length in futures:
+                    error = _wait(future, length, writing) or error
+                return error
+        except OSError as failed:
+            return failed.errno or errno.EIO
+
+
+def _wait(future: Any, length: int, writing: bool) -> int:
+    try:
+        moved = future.get()
+    except RuntimeError as error:
+        return _number(error)
+    if moved < length:
+        return errno.EIO if writing else SHORT
+    return 0
+
+
+def _number(error: BaseException) -> int:
+    """Return the errno that an exception of kvikio names in its text, else EIO."""
+    found = re.search(r"errno[^\d]{0,4}(\d+)|\[Errno (\d+)\]", str(error), re.IGNORECASE)
+    if found:
+        return int(found[1] or found[2])
+    text = str(error)
+    return next(
+        (n for n in (errno.ENOENT, errno.EACCES, errno.ENOSPC) if os.strerror(n) in text),
+        errno.EIO,
+    )
+
+
+def _load() -> ModuleType:
+    import kvikio
+    import kvikio.cufile_driver
+    import kvikio.defaults
+
+    module: ModuleType = kvikio
+    return module
+
+
+def _direct(kvikio: Any) -> bool:
+    """Return whether transfers bypass host memory."""
+    if kvikio.defaults.get("compat_mode") == kvikio.CompatMode.ON:
+        return False
+    if kvikio.defaults.is_compat_mode_preferred():
+        return False
+    return bool(kvikio.cufile_driver.get("is_gds_available"))
+
+
+def _close_file(handle: Any) -> None:
+    handle.close()

@@ -211,6 +211,8 @@ class ServeConfig(BaseModel):
             0: there is no GPU tier.
         gpu_devices: devices of the GPU tier in the order of the ranks, as numbers or UUIDs; none:
             all; ``simulated:N``: N devices of shared memory, to try the tier without a GPU.
+        gpu_io: how blocks go from disk to the GPU pool: through host memory, by cuFile, or ``auto``:
+            by cuFile if that bypasses host memory.
         write_policy: when blocks are written to disk.
         disk_budget: bytes that may be written to disk in any 24 hours; None: no limit.
         warm_up: most bytes that go from disk to the host tier at the start, those used last;
@@ -241,6 +243,7 @@ class ServeConfig(BaseModel):
         float, BeforeValidator(_gpu_pool), Field(ge=0, strict=True, allow_inf_nan=False)
     ] = 0
     gpu_devices: Annotated[tuple[str, ...], BeforeValidator(_gpu_devices)] = ()
+    gpu_io: Literal["auto", "host", "cufile"] = "auto"
     write_policy: WritePolicy = WritePolicy.THROUGH
     disk_budget: Annotated[DailyBytes, Field(ge=MIB)] | None = None
     warm_up: Annotated[Size, Field(ge=0)] | None = None

@@ -37,7 +37,7 @@ from kvstore.space import BlockShape
 from kvstore.tiers.base import Capabilities, Outcome, Slot, Tier, TierName, TierUsage, Transfer
 from kvstore.tiers.disk_directory import DiskDirectory
 from kvstore.tiers.health import Health
-from kvstore.tiers.io_engine import IoEngine, error_text
+from kvstore.tiers.io_engine import IoEngine, IoFile, error_text
 from kvstore.tiers.posix_engine import PosixEngine
 from kvstore.tiers.segment import Segment
 from kvstore.tiers.segment_io import SegmentIo
@@ -329,6 +329,15 @@ class DiskTier(Tier):
             maker.let_go(segment)
         if self.excess_bytes:
             maker.drop_excess()
+
+    def place(self, slot: Slot) -> tuple[IoFile, int]:
+        """Return where a slot lies, for somebody else's engine: file, and offset in it.
+
+        Raises:
+            ValueError: it is not allocated.
+        """
+        segment = self._segments.holder(slot)
+        return segment.file, segment.offset(slot.index)
 
     async def read(self, transfers: Sequence[Transfer]) -> list[Outcome]:
         """Read blocks and check their digests on the I/O threads; see `Tier.read`.

@@ -60,6 +60,15 @@ def serve(
         str | None,
         _flag("--gpu-devices", "Which devices, in the ranks' order, e.g. 0,1; all.", "LIST"),
     ] = None,
+    gpu_io: Annotated[
+        str | None,
+        _flag(
+            "--gpu-io",
+            "From disk to the GPU pool: through host memory (host), by cuFile (cufile), or by "
+            "cuFile if that bypasses host memory (auto).",
+            "HOW",
+        ),
+    ] = None,
     write_policy: Annotated[
         str | None,
         _flag(
@@ -129,6 +138,7 @@ def serve(
         "disk_capacity": disk_capacity,
         "gpu_pool": gpu_pool,
         "gpu_devices": gpu_devices,
+        "gpu_io": gpu_io,
         "write_policy": write_policy,
         "disk_budget": disk_budget,
         "warm_up": warm_up,

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from kvstore.index.lmdb_store import MetaStore
     from kvstore.tiers.disk import DiskTier
     from kvstore.tiers.gpu import GpuTier
+    from kvstore.tiers.gpu_reader import GpuReader
     from kvstore.tiers.host import HostTier
     from kvstore.tiers.slab import SlabGroup
 
@@ -84,6 +85,8 @@ class Assembly:
         store: MetaStore,
         *,
         gpu: GpuTier | None = None,
+        gpu_reader: GpuReader | None = None,
+        gpu_direct_only: bool = True,
         flush_on_commit: bool,
         lease_ttl_seconds: float,
         lease_cap_bytes: int,
@@ -99,6 +102,8 @@ class Assembly:
             disk: disk tier, not open yet; None: there is none.
             store: open store for spaces, epochs, pins and disk records.
             gpu: GPU tier, not open yet, which pins the host tier's memory; None: there is none.
+            gpu_reader: reads from the disk tier to the GPU tier, not open yet.
+            gpu_direct_only: use it only if it bypasses host memory.
             flush_on_commit: write policy `through`; else `evict`, unless `flush_on_reuse`.
             lease_ttl_seconds: silence after which a client's leases expire.
             lease_cap_bytes: most that one client may lease.
@@ -110,6 +115,8 @@ class Assembly:
         self.host = host
         self.disk = disk
         self.gpu = gpu
+        self.gpu_reader = gpu_reader
+        self._gpu_direct_only = gpu_direct_only
         self.store = store
         self.counters = Counters()
         self.usage: dict[bytes, UsageCounts] = {}
@@ -186,6 +193,12 @@ class Assembly:
                 opened.push_async_callback(self.disk.close)
                 await self._recover(self.disk)
                 self._compose_disk(self.disk)
+                if self.gpu_reader is not None and self.gpu_side is not None:
+                    await self.gpu_reader.open(direct_only=self._gpu_direct_only)
+                    opened.push_async_callback(self.gpu_reader.close)
+                    self.gpu_side.add_disk(
+                        self.gpu_reader, self._arrivals.request, self.removal.corrupt
+                    )
             if saved is not None:
                 self._adopt(saved)
             self.pins.restore()
@@ -194,7 +207,7 @@ class Assembly:
             self.flusher.start()
             self.promoter.start()
         if self.gpu_side is not None:
-            self.gpu_side.mover.start()
+            self.gpu_side.start()
         self.digester.start()
         self.verifier.start()
         self.quarantine.start()
@@ -356,7 +369,8 @@ class Assembly:
         """Return whether loads or flushes need the disk now."""
         assert self.promoter is not None
         assert self.flusher is not None
-        return bool(len(self.promoter)) or self.flusher.busy
+        direct = self.gpu_side is not None and self.gpu_side.busy
+        return bool(len(self.promoter)) or self.flusher.busy or direct
 
     def _loading(self) -> bool:
         """Return whether clients load now, or wait for it."""
@@ -388,7 +402,9 @@ class Assembly:
         await self.removal.stop()
         await self.digester.stop()
         if self.gpu_side is not None:
-            await self.gpu_side.mover.stop()
+            await self.gpu_side.stop()
+        if self.gpu_reader is not None:
+            await self.gpu_reader.close()
         if self.promoter is not None:
             await self.promoter.stop()
         if self.flusher is not None:

@@ -252,7 +252,7 @@ class GpuMover:
         begun = asyncio.get_running_loop().time()
         try:
             shape = batch[0].block.space.shape
-            slots = await self._slots(shape, len(batch), max(a.block.sequence for a in batch))
+            slots = await self.slots(shape, len(batch), max(a.block.sequence for a in batch))
             transfers = []
             for ascent, slot in zip(batch, slots, strict=False):
                 block = ascent.block
@@ -285,7 +285,7 @@ class GpuMover:
         self._tell(block, self._forget(ascent), reason)
         return good
 
-    async def _slots(self, shape: BlockShape, count: int, older_than: int) -> list[Slot]:
+    async def slots(self, shape: BlockShape, count: int, older_than: int) -> list[Slot]:
         """Take slots, after hot copies that have to leave were brought to host."""
         slots, hot = self._room.take(shape, count, older_than)
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvstore.engine.gpu_direct import GpuDirect
 from kvstore.engine.gpu_mover import GpuMover
 from kvstore.engine.gpu_room import GpuRoom
 from kvstore.engine.waiting import RunWaiter
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from kvstore.index import Block, BlockIndex
     from kvstore.space import BlockShape
     from kvstore.tiers.gpu import GpuTier
+    from kvstore.tiers.gpu_reader import GpuReader
     from kvstore.tiers.host import HostTier
 
 __all__ = ["GpuRunWaiter", "GpuSide"]
@@ -35,6 +37,7 @@ class GpuSide:
         tier: the tier.
         room: who gets its slots.
         mover: what brings blocks there, and hot ones back.
+        direct: what reads them from disk past host memory; None without a disk.
     """
 
     def __init__(
@@ -62,7 +65,49 @@ class GpuSide:
             loading=loading,
             on_released=on_released,
         )
+        self.direct: GpuDirect | None = None
+        self._index = index
+        self._counters = counters
         tier.on_group = attachments.announce_gpu
+
+    def add_disk(
+        self,
+        reader: GpuReader,
+        through_host: Callable[[Sequence[Block], GpuRunWaiter], None],
+        on_corrupt: Callable[[Block], None],
+    ) -> None:
+        """Take in the way from disk; see `GpuDirect`."""
+        direct = GpuDirect(self._index, reader, self.room, self.mover, self._counters)
+        direct.through_host = lambda block, waiter: through_host([block], waiter)
+        direct.on_corrupt = on_corrupt
+        self.direct = direct
+
+    def start(self) -> None:
+        """Begin to move."""
+        self.mover.start()
+        if self.direct is not None:
+            self.direct.start()
+
+    async def stop(self) -> None:
+        """Stop when nothing is on the bus any more."""
+        if self.direct is not None:
+            await self.direct.stop()
+        await self.mover.stop()
+
+    @property
+    def busy(self) -> bool:
+        """Whether blocks are on their way."""
+        return bool(len(self.mover) or (self.direct is not None and len(self.direct)))
+
+    def bring(self, run: Sequence[Block], waiter: GpuRunWaiter) -> list[Block]:
+        """Bring blocks up by the shortest way; return those that must come to host first."""
+        self.mover.request([b for b in run if b.gpu is None and b.readable], waiter)
+        cold = [b for b in run if b.gpu is None and not b.readable]
+        direct = self.direct
+        if direct is None or not direct.usable:
+            return cold
+        direct.request([b for b in cold if b.host is None and b.digests is not None], waiter)
+        return [b for b in cold if b.host is not None or b.digests is None]
 
     def may_read(self, attachment: Attachment, shape: BlockShape) -> bool:
         """Return whether a client can open all that it needs of blocks of a shape."""
@@ -82,17 +127,17 @@ class GpuSide:
 class GpuRunWaiter(RunWaiter):
     """Waits until blocks are in the GPU pool; what is on disk comes by way of host."""
 
-    def __init__(self, index: BlockIndex, blocks: Sequence[Block], mover: GpuMover) -> None:
+    def __init__(self, index: BlockIndex, blocks: Sequence[Block], gpu: GpuSide) -> None:
         """Wait for `blocks`; the caller then requests them."""
         super().__init__(index, blocks, hold=False)
         # Host memory is passed through only: the head of a long chain may leave it for the tail.
         self.holding = True
-        self._mover = mover
+        self._gpu = gpu
 
     def landed(self, block: Block) -> None:
         """It is in host: half of the way."""
         if block in self.pending:
-            self._mover.request([block], self)
+            self._gpu.mover.request([block], self)
 
     def arrived(self, block: Block) -> None:
         """It is there."""
@@ -101,4 +146,7 @@ class GpuRunWaiter(RunWaiter):
 
     def give_up(self) -> None:
         """Ask for no more."""
-        self._mover.cancel(list(self.pending), self)
+        left = list(self.pending)
+        self._gpu.mover.cancel(left, self)
+        if self._gpu.direct is not None:
+            self._gpu.direct.cancel(left, self)

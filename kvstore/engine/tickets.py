@@ -119,12 +119,11 @@ class Tickets:
         waiter: RunWaiter
         if tier is TierName.GPU and self.gpu is not None:
             wanted = [b for b in run if b.gpu is None]
-            waiter = GpuRunWaiter(self._index, wanted, self.gpu.mover)
-            self.gpu.mover.request([b for b in wanted if b.readable], waiter)
+            waiter = GpuRunWaiter(self._index, wanted, self.gpu)
+            cold = self.gpu.bring(wanted, waiter)
         else:
-            wanted = run
-            waiter = RunWaiter(self._index, [b for b in run if not b.readable], hold=False)
-        cold = [b for b in wanted if not b.readable]
+            cold = [b for b in run if not b.readable]
+            waiter = RunWaiter(self._index, cold, hold=False)
         self._arrivals.request(cold, waiter, priority, deadline)
         return _Ticket(run, miss, waiter, deadline, tier)
 

@@ -45,7 +45,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc as rpc
 from kvstore.server.admin_service import AdminService
 from kvstore.server.answers import has_left
-from kvstore.server.gpu_pool import gpu_tier
+from kvstore.server.gpu_pool import gpu_reader, gpu_tier
 from kvstore.server.kept_pool import find_kept_pool
 from kvstore.server.kv_service import KVStoreService
 from kvstore.server.loop_slices import SliceSelector
@@ -190,6 +190,8 @@ def _build(config: ServeConfig, store: MetaStore, pool: Path) -> Engine:
         disk,
         store,
         gpu=gpu,
+        gpu_reader=gpu_reader(config, disk, gpu),
+        gpu_direct_only=config.gpu_io == "auto",
         flush_on_commit=config.write_policy is WritePolicy.THROUGH,
         flush_on_reuse=config.write_policy is WritePolicy.REUSED,
         budget=budget,

@@ -109,7 +109,9 @@ class Doctor:
         states = [("host tier", engine.host.state, "")]
         if engine.gpu is not None:
             names = ", ".join(device.name for device in engine.gpu.devices)
-            states.append(("gpu tier", engine.gpu.state, f" on {names}"))
+            way = "host" if engine.gpu_reader is None else engine.gpu_reader.name
+            by = "through host memory" if way == "host" else f"by {way}"
+            states.append(("gpu tier", engine.gpu.state, f" on {names}; from disk {by}"))
         if engine.disk is not None:
             states.append(("disk tier", engine.disk.state, f", {engine.disk.io_engine}"))
         found = []

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.gpu import GpuTier
+from kvstore.tiers.gpu_reader import GpuReader
+from kvstore.tiers.kvikio_engine import KvikioEngine
 from kvstore.tiers.simulated_device import SimulatedDevice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from kvstore.config import ServeConfig
+    from kvstore.tiers.disk import DiskTier
     from kvstore.tiers.gpu_device import GpuDevice
 
-__all__ = ["gpu_tier"]
+__all__ = ["gpu_reader", "gpu_tier"]
 
 _SIMULATED: Final = "simulated:"
+_STORAGE_DRIVER: Final = Path("/proc/driver/nvidia-fs")
 
 
 def gpu_tier(config: ServeConfig, pool: Path) -> GpuTier | None:
@@ -33,6 +37,16 @@ def gpu_tier(config: ServeConfig, pool: Path) -> GpuTier | None:
     if not config.gpu_pool:
         return None
     return GpuTier(pool, _devices(config.gpu_devices), config.gpu_pool)
+
+
+def gpu_reader(config: ServeConfig, disk: DiskTier | None, gpu: GpuTier | None) -> GpuReader | None:
+    """Return what reads from disk to the GPU past host memory; None when nothing is to."""
+    if gpu is None or disk is None or config.gpu_io == "host":
+        return None
+    # Loading kvikio takes a second and 100 MB: not where it could not help.
+    if config.gpu_io == "auto" and not _STORAGE_DRIVER.exists():
+        return None
+    return GpuReader(disk, gpu, KvikioEngine())
 
 
 def _devices(chosen: Sequence[str]) -> Sequence[GpuDevice]:

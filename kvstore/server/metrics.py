@@ -59,6 +59,19 @@ class EngineCollector(Collector):
                 "1 after a device has failed: the pool is out of service.",
                 value=int(engine.gpu.state != "ok"),
             )
+        if engine.gpu_reader is not None:
+            way = GaugeMetricFamily(
+                "kvstore_gpu_direct",
+                "1 for how blocks come from disk to the GPU pool now.",
+                labels=["engine"],
+            )
+            way.add_metric([engine.gpu_reader.name], 1)
+            yield way
+            yield CounterMetricFamily(
+                "kvstore_gpu_direct_failures",
+                "Blocks that cuFile did not bring.",
+                value=engine.gpu_reader.failures,
+            )
         if engine.disk is not None:
             tiers.append(("disk", engine.disk.usage(), sum(s.disk_blocks for s in spaces)))
         capacity = GaugeMetricFamily("kvstore_tier_capacity_bytes", "Limit.", labels=["tier"])

@@ -90,7 +90,7 @@ def _gpu_tier(engine: Engine, gpu: GpuTier) -> pb.TierStats:
         read_bytes=gpu.copied_out_bytes,
         written_bytes=gpu.copied_in_bytes,
         state=gpu.state,
-        io_engine="host",
+        io_engine="host" if engine.gpu_reader is None else engine.gpu_reader.name,
         devices=[
             pb.DeviceStats(
                 uuid=device.uuid,

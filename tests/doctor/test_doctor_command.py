@@ -206,7 +206,7 @@ class _Engine:
         usage = SimpleNamespace(capacity_bytes=16 * MIB)
         self.host = SimpleNamespace(state="ok", usage=lambda: usage)
         self.disk = SimpleNamespace(state=disk_state, io_engine="posix", usage=lambda: usage)
-        self.gpu = None
+        self.gpu = self.gpu_reader = None
 
 
 def _doctor(tmp_path: Path, wait_seconds: float = 30.0, disk_state: str = "ok") -> Doctor:

@@ -29,8 +29,10 @@ from kvstore.tiers.base import Slot
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.gpu import GpuTier
 from kvstore.tiers.gpu_device import GpuDevice
+from kvstore.tiers.gpu_reader import GpuReader
 from kvstore.tiers.gpu_slab import FIRST_GPU_GROUP
 from kvstore.tiers.host import HostTier
+from kvstore.tiers.io_engine import IoEngine
 from kvstore.tiers.simulated_device import SimulatedDevice
 
 SLOT_BYTES = 4096
@@ -78,6 +80,7 @@ class World:
         warm_up_blocks: int = 0,
         gpu_blocks: int = 0,
         gpu_devices: Callable[[], Sequence[GpuDevice]] = lambda: [SimulatedDevice()],
+        gpu_engine: Callable[[], IoEngine] | None = None,
     ) -> None:
         self.directory = directory
         self.pools = pools
@@ -93,6 +96,7 @@ class World:
         self.budget = budget
         self.warm_up_blocks = warm_up_blocks
         self.gpu_blocks, self.gpu_devices = gpu_blocks, gpu_devices
+        self.gpu_engine = gpu_engine
         self.gpu: GpuTier | None = None
         self.boots = itertools.count()
         self.host_index = directory / "state" / HOST_INDEX_NAME
@@ -154,6 +158,8 @@ class World:
             self.disk,
             store,
             gpu=self.gpu,
+            gpu_reader=self._reader(),
+            gpu_direct_only=False,
             flush_on_commit=self.flush_on_commit,
             lease_ttl_seconds=self.lease_ttl,
             lease_cap_bytes=self.lease_cap,
@@ -169,6 +175,11 @@ class World:
         await self.engine.start(saved)
         self.engine.begin(self.host_index)
         self.space = await self.engine.open_space(spec_of())
+
+    def _reader(self) -> GpuReader | None:
+        if self.gpu is None or self.disk is None or self.gpu_engine is None:
+            return None
+        return GpuReader(self.disk, self.gpu, self.gpu_engine())
 
     async def save(self) -> None:
         """Stop as a daemon does on SIGTERM: what `stop` leaves is there for the next boot."""
@@ -234,7 +245,7 @@ class World:
             or (self.disk is not None and self.disk.allocating)
             or (flusher is not None and not flusher.idle)
             or (promoter is not None and len(promoter))
-            or (engine.gpu_side is not None and len(engine.gpu_side.mover))
+            or (engine.gpu_side is not None and engine.gpu_side.busy)
         )
 
     async def warm(self, blocks: int, space: SpaceIndex | None = None) -> None:

@@ -1,9 +1,10 @@
-"""The engine's world, as in tests/engine."""
+"""The engine's world, as in tests/engine; the stub of kvikio, as in tests/tiers_gpu."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+for name in ("engine", "tiers_gpu"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / name))
 
 from world_fixture import make_world
 

@@ -1,0 +1,191 @@
+"""Promotion from disk straight to the GPU pool, for whoever wants blocks there and nowhere else.
+
+A block is read once however many wait for it. The copy on disk and the GPU slot are held until the
+engine is done with both; cancelling only takes a waiter away. What the engine fails to deliver goes
+the other way, through host memory; what is damaged is a miss, dropped with what hangs on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from kvstore.miss import MissReason
+from kvstore.tiers.base import Outcome
+from kvstore.tiers.gpu_reader import DirectRead
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kvstore.engine.counters import Counters
+    from kvstore.engine.gpu_mover import GpuMover
+    from kvstore.engine.gpu_room import GpuRoom
+    from kvstore.engine.gpu_side import GpuRunWaiter
+    from kvstore.index import Block, BlockIndex
+    from kvstore.tiers.base import Slot
+    from kvstore.tiers.gpu_reader import GpuReader
+
+__all__ = ["GpuDirect"]
+
+log = logging.getLogger(__name__)
+
+_BATCH_BYTES: Final = 32 << 20
+_BATCHES_AT_ONCE: Final = 2
+
+
+class GpuDirect:
+    """Reads blocks into the GPU pool.
+
+    Attributes:
+        through_host: takes blocks, with who waits for each, that have to come the other way.
+        on_corrupt: called for a block whose bytes do not match their digests.
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        reader: GpuReader,
+        room: GpuRoom,
+        mover: GpuMover,
+        counters: Counters,
+    ) -> None:
+        """Compose."""
+        self.through_host: Callable[[Block, GpuRunWaiter], None] = lambda *_: None
+        self.on_corrupt: Callable[[Block], None] = lambda _: None
+        self._index = index
+        self._reader = reader
+        self._room = room
+        self._mover = mover
+        self._counters = counters
+        self._waiters: dict[Block, list[GpuRunWaiter]] = {}
+        self._queue: deque[Block] = deque()
+        self._work = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._tasks = [
+            asyncio.create_task(self._serve(), name=f"gpu-direct-{i}")
+            for i in range(_BATCHES_AT_ONCE)
+        ]
+
+    async def stop(self) -> None:
+        """Stop; reads under way finish first."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def __len__(self) -> int:
+        """Return the number of blocks queued or on their way."""
+        return len(self._waiters)
+
+    @property
+    def usable(self) -> bool:
+        """Whether blocks should come this way now."""
+        return self._reader.usable
+
+    def request(self, blocks: Iterable[Block], waiter: GpuRunWaiter) -> None:
+        """Bring blocks that are on disk, with digests, and tell the waiter about each."""
+        for block in blocks:
+            waiters = self._waiters.get(block)
+            if waiters is None:
+                waiters = self._waiters[block] = []
+                self._index.hold_disk(block)
+                self._queue.append(block)
+            waiters.append(waiter)
+        self._work.set()
+
+    def cancel(self, blocks: Iterable[Block], waiter: GpuRunWaiter) -> None:
+        """Take a waiter away; blocks that nobody waits for are skipped when their turn comes."""
+        for block in blocks:
+            waiters = self._waiters.get(block, [])
+            if waiter in waiters:
+                waiters.remove(waiter)
+
+    async def _serve(self) -> None:
+        while True:
+            batch = self._next()
+            if not batch:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            try:
+                await self._bring(batch)
+            except Exception:
+                # The boundary of a batch: what one of them met must not end the service of all.
+                log.exception("reading to the gpu failed")
+
+    def _next(self) -> list[Block]:
+        """Take the first blocks of one shape, up to a batch."""
+        batch: list[Block] = []
+        size = 0
+        while self._queue:
+            block = self._queue[0]
+            shape = block.space.shape
+            wanted = self._waiters[block] and not block.dead and block.gpu is None
+            if not wanted:
+                self._queue.popleft()
+                self._end(block, MissReason.OTHER_EPOCH)
+                continue
+            full = size + shape.block_bytes > _BATCH_BYTES
+            if batch and (shape != batch[0].space.shape or full):
+                break
+            self._queue.popleft()
+            batch.append(block)
+            size += shape.block_bytes
+        return batch
+
+    async def _bring(self, batch: Sequence[Block]) -> None:
+        slots: list[Slot] = []
+        outcomes: list[Outcome] = []
+        try:
+            shape = batch[0].space.shape
+            newest = max(block.sequence for block in batch)
+            slots = await self._mover.slots(shape, len(batch), newest)
+            reads = []
+            for block, slot in zip(batch, slots, strict=False):
+                assert block.disk is not None
+                assert block.digests is not None
+                lengths = block.space.spec.shard_bytes
+                reads.append(DirectRead(block.disk, slot, shape.slot_bytes, lengths, block.digests))
+            outcomes = await self._reader.read(reads)
+        finally:
+            # Also when cancelled: by then the engine is done with disk and device.
+            for at, block in enumerate(batch):
+                taken = slots[at] if at < len(slots) else None
+                outcome = outcomes[at] if at < len(outcomes) else Outcome.IO_ERROR
+                self._land(block, taken, outcome)
+
+    def _land(self, block: Block, slot: Slot | None, outcome: Outcome) -> None:
+        if slot is None:
+            self._end(block, MissReason.NO_ROOM)
+            return
+        if outcome is Outcome.OK and not block.dead and block.gpu is None:
+            self._index.put_gpu(block, slot)
+            self._counters.counts["promoted_blocks_gpu"] += 1
+            self._counters.counts["direct_blocks_gpu"] += 1
+            self._end(block, MissReason.NONE)
+            return
+        self._room.free(slot)
+        if outcome is Outcome.CORRUPT:
+            self.on_corrupt(block)
+            self._end(block, MissReason.CORRUPT)
+        elif block.dead or block.gpu is not None:
+            self._end(block, MissReason.OTHER_EPOCH)
+        else:
+            waiters = self._waiters.pop(block)
+            for waiter in waiters:
+                self.through_host(block, waiter)
+            self._index.release_disk(block)
+
+    def _end(self, block: Block, reason: MissReason) -> None:
+        """Forget a block and tell who waits for it."""
+        waiters = self._waiters.pop(block)
+        self._index.release_disk(block)
+        for waiter in waiters:
+            if block.gpu is not None and not block.dead:
+                waiter.arrived(block)
+            else:
+                waiter.failed(block, reason)

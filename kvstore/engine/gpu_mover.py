@@ -248,21 +248,21 @@ class GpuMover:
         if not batch:
             return
         slots: list[Slot] = []
+        transfers: list[Transfer] = []
         outcomes: list[Outcome] = []
         begun = asyncio.get_running_loop().time()
         try:
             shape = batch[0].block.space.shape
             slots = await self.slots(shape, len(batch), max(a.block.sequence for a in batch))
-            transfers = []
-            for ascent, slot in zip(batch, slots, strict=False):
-                block = ascent.block
-                assert block.host is not None
-                views = self._host_room.views(block.host)
-                lengths = block.space.spec.shard_bytes
-                transfers.append(Transfer(slot, views, lengths, block.digests))
+            transfers = [
+                self._transfer(ascent.block, slot, ascent.block.host)
+                for ascent, slot in zip(batch, slots, strict=False)
+            ]
             outcomes = await self._gpu.write(transfers)
         finally:
-            # Also when cancelled: by then the device has finished.
+            # Also when cancelled: by then the device has finished, and nothing may view a slab any
+            # more when its slots become free.
+            transfers.clear()
             landed = 0
             for at, ascent in enumerate(batch):
                 done = at < len(outcomes) and outcomes[at] is Outcome.OK
@@ -272,6 +272,13 @@ class GpuMover:
             self._counters.record("promote_gpu_batch", asyncio.get_running_loop().time() - begun)
         if self._gpu.state != "ok":
             self._room.drop_all()
+
+    def _transfer(self, block: Block, gpu: Slot | None, host: Slot | None) -> Transfer:
+        """Describe the copy between two slots of a block."""
+        assert gpu is not None
+        assert host is not None
+        lengths = block.space.spec.shard_bytes
+        return Transfer(gpu, self._host_room.views(host), lengths, block.digests)
 
     def _land(self, ascent: _Ascent, slot: Slot | None, *, done: bool) -> bool:
         """End one ascent; return whether the block got its copy."""
@@ -302,17 +309,16 @@ class GpuMover:
     async def _demote(self, shape: BlockShape, blocks: Sequence[Block]) -> None:
         """Copy blocks, whose GPU copies are held, to free host memory; let go of them."""
         slots = self._host_room.take(shape, len(blocks), _ONLY_FREE)
+        transfers: list[Transfer] = []
         outcomes: list[Outcome] = []
         try:
-            transfers = []
-            for block, slot in zip(blocks, slots, strict=False):
-                assert block.gpu is not None
-                views = self._host_room.views(slot)
-                lengths = block.space.spec.shard_bytes
-                transfers.append(Transfer(block.gpu, views, lengths, block.digests))
+            transfers = [
+                self._transfer(block, block.gpu, slot)
+                for block, slot in zip(blocks, slots, strict=False)
+            ]
             outcomes = await self._gpu.read(transfers)
-            del transfers
         finally:
+            transfers.clear()
             for at, block in enumerate(blocks):
                 done = at < len(outcomes) and outcomes[at] is Outcome.OK
                 if at < len(slots):

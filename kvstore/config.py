@@ -226,6 +226,7 @@ class ServeConfig(BaseModel):
         lease_cap: most bytes that one client may hold leases on.
         grant_cap: most bytes that one client may hold grants on.
         io_threads: threads of the disk tier.
+        record: file that takes a trace of what is asked for; None: nobody records.
         log_level: lowest level that is logged.
         log_format: ``text`` or ``json``, one object a line.
     """
@@ -256,6 +257,7 @@ class ServeConfig(BaseModel):
     lease_cap: Annotated[Size, Field(ge=PAGE_BYTES)] = 0
     grant_cap: Annotated[Size, Field(ge=PAGE_BYTES)] = 0
     io_threads: Annotated[int, Field(ge=1, le=128)] = 4
+    record: Directory | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
 

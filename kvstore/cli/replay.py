@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -14,9 +16,18 @@ from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
-    from kvstore.replay import CostModel, Prices, Recommendation, SizeResult, Trace
+    from kvstore.cli.measured import MeasuredDaemon
+    from kvstore.replay import (
+        CostModel,
+        Prices,
+        Recommendation,
+        Request,
+        SizeResult,
+        Trace,
+        TraceSpace,
+    )
 
 __all__ = ["register"]
 
@@ -46,19 +57,53 @@ def _part(text: str) -> float:
     return value / 100 if text.endswith("%") or value >= 1 else value
 
 
-def _ticker(shown: bool) -> Callable[[Any], None] | None:
-    """Return what shows progress on a terminal, None elsewhere."""
-    if not shown:
-        return None
+@contextlib.contextmanager
+def _ticker() -> Iterator[Callable[[Request], None] | None]:
+    """Give what shows progress on a terminal, None elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
     requests = 0
 
-    def tick(_: Any) -> None:
+    def tick(_: Request) -> None:
         nonlocal requests
         requests += 1
         if requests % _TICK_REQUESTS == 0:
             print(f"\r{requests:,} requests", end="", file=sys.stderr, flush=True)
 
-    return tick
+    yield tick
+    print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _daemon(host: int, disk: int, policy: str, block: TraceSpace) -> Iterator[MeasuredDaemon]:
+    from kvstore.cli.child import interruptible
+    from kvstore.cli.measured import measured_daemon
+
+    with (
+        interruptible(),
+        measured_daemon(host, disk, policy, block.block_tokens, block.block_bytes) as daemon,
+    ):
+        yield daemon
+
+
+def _taken(requests: Iterable[Request], daemon: MeasuredDaemon) -> Iterator[Request]:
+    """Yield requests after a daemon has served them."""
+    for request in requests:
+        daemon.step(request.keys)
+        yield request
+
+
+def _compared(predicted: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """Return what was measured with what was predicted, and how far that is off."""
+    return {
+        name: {
+            "predicted": predicted[name],
+            "measured": value,
+            "off_percent": 100 * (predicted[name] - value) / value if value else None,
+        }
+        for name, value in measured.items()
+    }
 
 
 def _generate(requests: int, seed: int) -> int:
@@ -133,6 +178,17 @@ def _print_recommendation(chosen: Recommendation) -> None:
     print(f"(the cheapest of those within {100 * chosen.within:g} % of the best mean)")
 
 
+def _print_measured(measured: dict[str, Any]) -> None:
+    table = make_table("beside a real daemon", [""], ["predicted", "measured", "off"])
+    for name, row in measured.items():
+        off = "–" if row["off_percent"] is None else f"{row['off_percent']:+.1f} %"
+        shown = [format_bytes(row[by]) for by in ("predicted", "measured")]
+        if not name.endswith("bytes"):
+            shown = [f"{row[by]:,}" for by in ("predicted", "measured")]
+        table.add_row(name.replace("_", " "), *shown, off)
+    console().print(table)
+
+
 def replay(
     trace: Annotated[
         str | None,
@@ -197,6 +253,17 @@ def replay(
         Path | None,
         _option("--plot", "Draw misses, time to first token and writes over size.", "PNG"),
     ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Only the first N requests.")
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Take the trace through a daemon of those sizes, too, and compare. Needs one "
+            "--host, one --disk, and small ones.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
     generate: Annotated[
         int | None,
@@ -236,14 +303,22 @@ def replay(
         disk_write=_rate("disk-write", disk_write),
         engines=engines,
     )
-    opened = open_trace(trace, token_bytes=per_token, block_tokens=block_tokens)
-    try:
+    if measure and (len(sizes) != 1 or sizes[0].in_blocks):
+        raise InvalidRequest("measure", "needs one --host and one --disk, in bytes")
+    measured: dict[str, Any] | None = None
+    with contextlib.ExitStack() as stack:
+        opened = open_trace(trace, token_bytes=per_token, block_tokens=block_tokens)
+        stack.callback(opened.close)
         simulations = [Simulation(size, opened.spaces, cost, policy) for size in sizes]
-        results = run(opened, simulations, _ticker(sys.stderr.isatty()))
-    finally:
-        opened.close()
-        if sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        ticker = stack.enter_context(_ticker())
+        requests: Iterator[Request] = itertools.islice(opened, limit)
+        if measure:
+            size, block = sizes[0], opened.spaces[0]
+            daemon = stack.enter_context(_daemon(size.host, size.disk, policy.value, block))
+            requests = _taken(requests, daemon)
+        results = run(requests, simulations, ticker)
+        if measure:
+            measured = _compared(results[0].as_json(), daemon.counts())
     prices: Prices = Prices(host_price, disk_price)
     chosen = None if within is None else choose(results, prices, within)
     first, kind = results[0], opened.spaces[0]
@@ -262,6 +337,7 @@ def replay(
             "model": _model(opened, cost, policy.value, per_token),
             "sizes": [result.as_json() for result in results],
             "recommendation": None if chosen is None else _recommended(chosen),
+            "measured": measured,
         }
         if len(results) == 1:
             document.update(first.as_json())
@@ -275,6 +351,8 @@ def replay(
         _print_results(results)
         if chosen is not None:
             _print_recommendation(chosen)
+        if measured is not None:
+            _print_measured(measured)
     if plot is not None:
         from kvstore.replay.plot import plot as draw
 

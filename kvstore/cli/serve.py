@@ -37,6 +37,10 @@ def serve(
     stop_timeout: Annotated[
         str | None, _flag("--stop-timeout", "How long a stop may flush.", "SECONDS")
     ] = None,
+    record: Annotated[
+        str | None,
+        _flag("--record", "Append a trace of requests for `kvstore replay`; hashed keys.", "FILE"),
+    ] = None,
     log_level: Annotated[
         str | None, _flag("--log-level", "debug, info, warning or error.", "LEVEL")
     ] = None,
@@ -151,6 +155,7 @@ def serve(
         "lease_cap": lease_cap,
         "grant_cap": grant_cap,
         "io_threads": io_threads,
+        "record": record,
         "log_level": log_level,
         "log_format": log_format,
     }

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from kvstore.engine.budget import DiskBudget
     from kvstore.engine.host_index import HostIndex
+    from kvstore.engine.recorder import Recorder
     from kvstore.index.lmdb_store import MetaStore
     from kvstore.tiers.disk import DiskTier
     from kvstore.tiers.gpu import GpuTier
@@ -76,6 +77,7 @@ class Assembly:
         budget: limits what is written to disk; None: nothing does.
         counters: what happened.
         usage: what clients report, by space id.
+        recorder: writes down what is asked for; None: nobody does.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class Assembly:
         self.store = store
         self.counters = Counters()
         self.usage: dict[bytes, UsageCounts] = {}
+        self.recorder: Recorder | None = None
         self.lease_cap_bytes = lease_cap_bytes
         self._grant_cap_bytes = grant_cap_bytes
         self._caps = (lease_cap_bytes, grant_cap_bytes)

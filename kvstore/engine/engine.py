@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from kvstore.engine.recorder import Recorder
     from kvstore.space import SpaceSpec
 
 __all__ = ["Engine"]
@@ -81,10 +82,17 @@ class Engine(Assembly):
             )
         return space
 
+    def record(self, recorder: Recorder) -> None:
+        """Have what is asked for and stored from now on written down."""
+        self.recorder = recorder
+        self.grants.on_run = recorder.store
+
     def lookup(
         self, space: SpaceIndex, keys: Sequence[bytes], parent: bytes | None = None
     ) -> tuple[bytes, Miss]:
         """Return the fastest tier (`TierName`) of each block of the leading run; touch nothing."""
+        if self.recorder is not None:
+            self.recorder.look(space, keys, parent)
         run = space.run(keys, parent)
         tiers = bytes(block.fastest_tier for block in run)
         complete = len(run) == len(keys)
@@ -104,6 +112,8 @@ class Engine(Assembly):
         """Lease a leading run; see `Leases.acquire`."""
         if attachment.state is State.SILENT:
             self.attachments.heard(attachment)
+        if self.recorder is not None and lease_id not in attachment.leases:
+            self.recorder.load(space, keys, parent)
         answer = self.leases.acquire(
             attachment,
             space,
@@ -177,6 +187,8 @@ class Engine(Assembly):
             InvalidRequest: a key is named twice.
         """
         run, miss = self.leases.find_run(space, keys, parent)
+        if self.recorder is not None:
+            self.recorder.load(space, keys, parent)
         self.index.touch(run)
         for block in run:
             block.uses += 1

@@ -91,6 +91,8 @@ class Grants:
         self._index = index
         self._free = free
         self._on_block = on_block
+        # Told about the blocks of each commit together, in chain order.
+        self.on_run: Callable[[Sequence[Block]], None] | None = None
         # Owners and writers of unsettled grants; entries leave with `gone`.
         self._attachments: dict[int, Attachment] = {}
         self._grants: dict[tuple[int, int], Grant] = {}
@@ -171,6 +173,8 @@ class Grants:
             self._index.touch_ancestors(done[0])
             for block in done:
                 self._on_block(block)
+            if self.on_run is not None:
+                self.on_run(done)
         self._close_if_settled(grant)
         return outcomes
 

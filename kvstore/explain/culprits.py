@@ -38,12 +38,13 @@ _TIMESTAMP: Final = (
     r"|(?<![\d.])1[5-9]\d{8}(?:\d{3}|\.\d+)?(?![\d])"
 )
 # The value after a name that says what it is; a name without "id" must be followed by a digit.
+_BETWEEN: Final = r"""[ \t:=#"'(\[]"""
 _USER: Final = (
     r"(?i)\b(?:user|customer|account|client|member|session|conversation|chat|thread|request"
     r"|trace|tenant|org|organization|employee|patient|order|ticket)"
-    r"(?:[ _-]?(?:id|name|number|no)\b\W{0,4}([\w.@+-]+\w)"
-    r"|\W{1,4}((?=[\w.@+-]*\d)[\w.@+-]+\w)|[_-]((?=[\w-]*\d)[\w-]+))"
-    r"|\b(?:uid|sid)\b\W{0,4}([\w.@+-]+\w)|([\w.+-]+@[\w-]+\.[\w.-]+\w)"
+    rf"(?:[ _-]?(?:id|name|number|no)\b{_BETWEEN}{{0,4}}([\w.@+-]+\w)"
+    rf"|{_BETWEEN}{{1,4}}((?=[\w.@+-]*\d)[\w.@+-]+\w)|[_-]((?=[\w-]*\d)[\w-]+))"
+    rf"|\b(?:uid|sid)\b{_BETWEEN}{{0,4}}([\w.@+-]+\w)|([\w.+-]+@[\w-]+\.[\w.-]+\w)"
 )
 _RANDOM: Final = r"\b(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{8,}\b|\b\d{8,}\b"
 _NUMBER: Final = r"\b\d+(?:[.,]\d+)*\b"

@@ -15,11 +15,12 @@ A simulation owns its index; nothing is shared between sizes, and nothing outliv
 
 from kvstore.replay.cost import CostModel
 from kvstore.replay.recommendation import Prices, Recommendation, recommend
+from kvstore.replay.request import Request, TraceSpace
 from kvstore.replay.result import SizeResult
 from kvstore.replay.simulation import Simulation, replay
 from kvstore.replay.sizes import Size, parse_blocks, parse_grid
 from kvstore.replay.synthetic import synthetic_lines
-from kvstore.replay.trace import Request, Trace, TraceFormat, TraceSpace, open_trace
+from kvstore.replay.trace import Trace, TraceFormat, open_trace
 
 __all__ = [
     "CostModel",

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from kvstore.index import Block
     from kvstore.replay.cost import CostModel
+    from kvstore.replay.request import Request, TraceSpace
     from kvstore.replay.sizes import Size
-    from kvstore.replay.trace import Request, Trace, TraceSpace
+    from kvstore.replay.trace import Trace
 
 __all__ = ["Simulation", "replay"]
 
@@ -61,7 +62,20 @@ class Simulation:
         kind = self._spaces[request.space]
         space = pool.space(request.space, kind)
         pool.advance(at)
-        run = pool.find(space, keys)
+        tail: Block | None = None
+        if request.parent is not None:
+            tail = space.blocks.get(request.parent)
+        # What hangs on a block that is not there is not there either, and cannot be stored.
+        reachable = tail is not None or request.parent is None
+        run = pool.find(space, keys) if reachable else []
+        if request.loads:
+            self._serve(request, run, kind)
+        if reachable and len(run) < len(keys):
+            pool.store(space, keys[len(run) :], run[-1] if run else tail)
+
+    def _serve(self, request: Request, run: Sequence[Block], kind: TraceSpace) -> None:
+        """Load what there is of a request, compute the rest, and count."""
+        pool, result, at = self._pool, self.result, request.at
         in_host = pool.use(run)
         hits = len(run)
         start = max(at, heapq.heappop(self._engines)) if self._engines else at
@@ -75,15 +89,13 @@ class Simulation:
             heapq.heappush(self._engines, done)
         host_tokens = min(in_host * kind.block_tokens, known)
         result.requests += 1
-        result.blocks += len(keys)
+        result.blocks += len(request.keys)
         result.tokens += request.tokens
         result.host_blocks += in_host
         result.disk_blocks += hits - in_host
         result.host_tokens += host_tokens
         result.disk_tokens += known - host_tokens
         result.ttft.add(done - at)
-        if len(run) < len(keys):
-            pool.store(space, keys[len(run) :], run[-1] if run else None)
 
     def _load(
         self, run: Sequence[Block], in_host: int, kind: TraceSpace, ready: float

@@ -27,7 +27,7 @@ from kvstore.tiers.base import Slot
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.replay.trace import TraceSpace
+    from kvstore.replay.request import TraceSpace
 
 __all__ = ["PoolCounts", "TieredPool"]
 

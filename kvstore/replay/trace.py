@@ -6,7 +6,7 @@ mooncake    ``timestamp`` (ms), ``input_length`` (tokens), ``hash_ids`` (one a b
             the last one may be partial). Source: Mooncake, FAST'25 release.
 bailian     the same with ``timestamp`` in seconds and blocks of 16 tokens, and with ``chat_id``,
             ``turn`` and others. Source: Qwen-Bailian usage traces, ATC'25.
-kvstore     what a daemon recorded; `kvstore.recording` says how its lines look.
+kvstore     what a daemon recorded (``kvstore serve --record``); see `kvstore.engine.recorder`.
 
 Ids of a block become keys by chaining, as `chain_keys` makes them of tokens: equal ids after
 different prefixes are different blocks, whether or not the trace's own ids are chained already.
@@ -18,7 +18,6 @@ import gzip
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any, Final
@@ -26,8 +25,10 @@ from typing import IO, Any, Final
 import xxhash
 
 from kvstore.errors import InvalidRequest
+from kvstore.replay.recorded import Recording
+from kvstore.replay.request import Request, TraceSpace
 
-__all__ = ["Request", "Trace", "TraceFormat", "TraceSpace", "open_trace"]
+__all__ = ["Trace", "TraceFormat", "open_trace"]
 
 _digest: Final = xxhash.xxh3_128_digest
 
@@ -37,40 +38,11 @@ class TraceFormat(StrEnum):
 
     MOONCAKE = "mooncake"
     BAILIAN = "bailian"
+    KVSTORE = "kvstore"
 
 
 _BLOCK_TOKENS: Final = {TraceFormat.MOONCAKE: 512, TraceFormat.BAILIAN: 16}
 _SECONDS: Final = {TraceFormat.MOONCAKE: 1e-3, TraceFormat.BAILIAN: 1.0}
-
-
-@dataclass(frozen=True, slots=True)
-class TraceSpace:
-    """Blocks of one kind.
-
-    Attributes:
-        block_tokens: tokens per block.
-        block_bytes: bytes that a block takes in a tier.
-    """
-
-    block_tokens: int
-    block_bytes: int
-
-
-@dataclass(slots=True)
-class Request:
-    """One line of a trace.
-
-    Attributes:
-        at: seconds since the trace's beginning; never less than the request's before.
-        keys: blocks in chain order.
-        tokens: prompt tokens; fewer than the blocks hold when the last block is partial.
-        space: index into `Trace.spaces`.
-    """
-
-    at: float
-    keys: list[bytes]
-    tokens: int
-    space: int = 0
 
 
 class Trace:
@@ -107,7 +79,13 @@ class Trace:
         self._first = self._read()
         if not self._first:
             raise InvalidRequest(name, "is empty")
-        self.format = self._detect(self._object(self._first))
+        fields = self._object(self._first)
+        self.format = self._detect(fields)
+        if self.format is TraceFormat.KVSTORE:
+            self._recording = Recording()
+            self.spaces = self._recording.spaces
+            self._begin_recording(fields)
+            return
         tokens = block_tokens or _BLOCK_TOKENS[self.format]
         self.spaces = [TraceSpace(tokens, tokens * token_bytes)]
         self._unit = _SECONDS[self.format]
@@ -129,10 +107,31 @@ class Trace:
         return value
 
     def _detect(self, first: dict[str, Any]) -> TraceFormat:
+        if "kvstore_trace" in first:
+            return TraceFormat.KVSTORE
         if "hash_ids" not in first:
             raise self._wrong("is of no known format: a request has `hash_ids`")
         bailian = "chat_id" in first or "turn" in first
         return TraceFormat.BAILIAN if bailian else TraceFormat.MOONCAKE
+
+    def _begin_recording(self, fields: dict[str, Any]) -> None:
+        """Read on until the first kind of blocks is known."""
+        self._recorded(fields)
+        while not self.spaces:
+            self._line += 1
+            self._first = self._read()
+            if not self._first:
+                raise InvalidRequest(self.name, "holds no requests")
+            if not self._first.isspace():
+                self._recorded(self._object(self._first))
+        self._line += 1
+        self._first = self._read()
+
+    def _recorded(self, fields: dict[str, Any]) -> Request | None:
+        try:
+            return self._recording.request(fields)
+        except ValueError as error:
+            raise self._wrong(str(error)) from error
 
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests.
@@ -144,10 +143,13 @@ class Trace:
         line = self._first
         while line:
             if not line.isspace():
-                request = self._request(self._object(line))
-                # The clock does not run backwards, whatever the trace says.
-                latest = request.at = max(latest, request.at)
-                yield request
+                fields = self._object(line)
+                recorded = self.format is TraceFormat.KVSTORE
+                request = self._recorded(fields) if recorded else self._request(fields)
+                if request is not None:
+                    # The clock does not run backwards, whatever the trace says.
+                    latest = request.at = max(latest, request.at)
+                    yield request
             self._line += 1
             line = self._read()
 
@@ -159,7 +161,7 @@ class Trace:
         except (EOFError, OSError) as error:
             raise self._wrong(f"cannot be read ({error})") from error
 
-    def _request(self, fields: dict[str, Any]) -> Request:
+    def _request(self, fields: dict[str, Any]) -> Request | None:
         ids = fields.get("hash_ids")
         if not isinstance(ids, list):
             raise self._wrong("hash_ids: a list of numbers is missing")

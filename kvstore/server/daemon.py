@@ -39,6 +39,7 @@ from kvstore.config import WritePolicy, pool_prefix
 from kvstore.engine import Engine
 from kvstore.engine.budget import DiskBudget
 from kvstore.engine.host_index import HOST_INDEX_NAME
+from kvstore.engine.recorder import Recorder
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.index.lmdb_store import MetaStore
 from kvstore.proto import kvstore_pb2 as pb
@@ -294,12 +295,17 @@ async def _run(
         [*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server
     )
     sockets: list[BootSocket] = []
-    metrics = contextlib.ExitStack()
+    beside = contextlib.ExitStack()
     host_index = config.state / HOST_INDEX_NAME
     try:
         sockets, bound = await _bind(server, config, boot_id.hex()[:12])
         if config.metrics is not None:
-            metrics.enter_context(serve_metrics(engine, config.metrics))
+            beside.enter_context(serve_metrics(engine, config.metrics))
+        if config.record is not None:
+            recorder = Recorder(config.record, engine.counters)
+            beside.callback(recorder.close)
+            recorder.start()
+            engine.record(recorder)
         # From here on slots are granted; a start that failed before leaves everything as it was.
         engine.begin(host_index)
         selector.measure(engine.counters)
@@ -322,7 +328,7 @@ async def _run(
         await engine.farewell(f"stopped by {reason}")
         await server.stop(_GRACE_SECONDS)
     finally:
-        metrics.close()
+        beside.close()
         await server.stop(None)
         for socket in sockets:
             socket.remove()

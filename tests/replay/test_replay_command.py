@@ -191,3 +191,24 @@ def test_a_wrong_argument_is_one_line(arguments: list[str], problem: str) -> Non
     assert done.returncode == 1
     assert done.stderr.startswith(f"kvstore: {problem}")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_real_daemon_does_what_was_predicted() -> None:
+    """Both tiers overflow; what the prediction is for must come out within 15 %."""
+    sizes = ["--host", "16MiB", "--disk", "32MiB", "--token-bytes", "128", "--limit", "200"]
+    document = run_json(str(CHATS), *sizes, "--measure")
+    assert document["evicted_blocks_host"] > 500
+    assert document["evicted_blocks_disk"] > 500
+    measured = document["measured"]
+    assert set(measured) == {"hit_blocks_host", "hit_blocks_disk", "disk_written_bytes"}
+    assert measured["hit_blocks_disk"]["measured"] > 200
+    for name, row in measured.items():
+        assert row["predicted"] == document[name]
+        assert abs(row["off_percent"]) < 15, name
+
+
+def test_a_measured_size_is_one_size() -> None:
+    for sizes in (["--blocks", "5"], ["--host", "16MiB"]):
+        done = run(str(CHATS), *sizes, "--measure")
+        assert done.returncode == 1
+        assert done.stderr.startswith("kvstore: measure: needs one --host and one --disk")

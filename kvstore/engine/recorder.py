@@ -174,7 +174,7 @@ class Recorder:
             "space": number,
             "keys": "".join(map(self._hashed, event.keys)),
         }
-        if event.parent is not None:
+        if event.parent:  # an empty one says that the keys begin a chain
             fields["parent"] = self._hashed(event.parent)
         self._write(fields)
 

@@ -281,8 +281,9 @@ class OracleMachine(HoldingMachine):
         self.note("verify", last.checked, last.damaged, last.unreadable, last.lost)
         assert last.done
         if not self.model.fault:
-            spoiled = any(space.tainted for space in self.model.spaces)
-            assert spoiled or self.model.broken or not (last.damaged or last.unreadable)
+            assert self.model.spoiled or self.model.broken or not (last.damaged or last.unreadable)
+            if not self.model.broken:
+                self.model.verified()
         self.model.weaken()
 
     def flush_and_crash(self) -> None:
@@ -398,6 +399,8 @@ class OracleMachine(HoldingMachine):
         assert self.admin is not None
         self.call(partial(self.admin.flush, SURELY_SECONDS))
         self.model.fault = ""
+        if self.model.spoiled:
+            self.verify()
         self.model.weaken()
 
     @rule(

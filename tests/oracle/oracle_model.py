@@ -216,6 +216,16 @@ class Model:
             left_out = {key for number, key in skipped if number == space.number}
             space.durable |= space.sure - left_out - space.tainted
 
+    @property
+    def spoiled(self) -> bool:
+        """Whether something on disk may be damaged."""
+        return any(space.tainted for space in self.spaces)
+
+    def verified(self) -> None:
+        """Everything on disk was read and is right, or gone by now."""
+        for space in self.spaces:
+            space.tainted.clear()
+
     def crashed(self) -> None:
         """Memory is gone."""
         for space in self.spaces:

@@ -185,12 +185,17 @@ def _gpu_devices(value: object) -> object:
     return tuple(map(str, value)) if isinstance(value, list) else value
 
 
+def _per_second(value: object) -> object:
+    return _size(value.removesuffix("/s") if isinstance(value, str) else value)
+
+
 def _per_day(value: object) -> object:
     return _size(value.removesuffix("/day") if isinstance(value, str) else value)
 
 
 # Strict: TOML's `true` is no size.
 Size = Annotated[int, BeforeValidator(_size), Field(strict=True)]
+PerSecond = Annotated[int, BeforeValidator(_per_second), Field(strict=True)]
 DailyBytes = Annotated[int, BeforeValidator(_per_day), Field(strict=True)]
 Duration = Annotated[float, BeforeValidator(_duration), Field(strict=True, allow_inf_nan=False)]
 Directory = Annotated[Path, BeforeValidator(_directory)]
@@ -215,6 +220,8 @@ class ServeConfig(BaseModel):
             by cuFile if that bypasses host memory.
         write_policy: when blocks are written to disk.
         disk_budget: bytes that may be written to disk in any 24 hours; None: no limit.
+        disk_throttle: bytes a second that the disk tier reads and writes at most, all together;
+            None: no limit.
         warm_up: most bytes that go from disk to the host tier at the start, those used last;
             a quarter of the pool if not given.
         metrics: TCP address of the Prometheus endpoint; None: none.
@@ -247,6 +254,7 @@ class ServeConfig(BaseModel):
     gpu_io: Literal["auto", "host", "cufile"] = "auto"
     write_policy: WritePolicy = WritePolicy.THROUGH
     disk_budget: Annotated[DailyBytes, Field(ge=MIB)] | None = None
+    disk_throttle: Annotated[PerSecond, Field(gt=0)] | None = None
     warm_up: Annotated[Size, Field(ge=0)] | None = None
     metrics: Annotated[AnyAddress, AfterValidator(_tcp)] | None = None
     stop_timeout_s: Annotated[Duration, Field(ge=0)] = Field(20.0, alias="stop_timeout")

@@ -86,6 +86,15 @@ def serve(
         str | None,
         _flag("--disk-budget", "Most bytes to write to disk in 24 hours, e.g. 500GiB.", "SIZE"),
     ] = None,
+    disk_throttle: Annotated[
+        str | None,
+        _flag(
+            "--disk-throttle",
+            "Most bytes a second to read and write on disk, e.g. 500MB/s; for a disk shared with "
+            "others, and for trials.",
+            "RATE",
+        ),
+    ] = None,
     warm_up: Annotated[
         str | None,
         _flag(
@@ -145,6 +154,7 @@ def serve(
         "gpu_io": gpu_io,
         "write_policy": write_policy,
         "disk_budget": disk_budget,
+        "disk_throttle": disk_throttle,
         "warm_up": warm_up,
         "metrics": metrics,
         "stop_timeout": stop_timeout,

@@ -27,7 +27,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from grpc import aio
 from grpc_health.v1 import _async as health_aio
@@ -57,6 +57,7 @@ from kvstore.syncpoint import arm_from_environment
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.pool_directory import remove_stale_pools
+from kvstore.tiers.throttled import Throttled
 from kvstore.units import format_bytes
 from kvstore.wire import server_options
 
@@ -184,6 +185,8 @@ def _build(config: ServeConfig, store: MetaStore, pool: Path) -> Engine:
         except OSError as error:
             raise ConfigError(f"disk: {config.disk}: {error.strerror}") from error
         disk = DiskTier(config.disk, capacity, threads=config.io_threads)
+        if config.disk_throttle is not None:
+            disk = cast("DiskTier", Throttled(disk, config.disk_throttle))
         if config.disk_budget is not None:
             budget = DiskBudget(config.state / "disk-budget", config.disk_budget)
     return Engine(

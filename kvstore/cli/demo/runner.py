@@ -24,8 +24,21 @@ from typing import IO, Any
 __all__ = ["main"]
 
 
+def _transfer_config(target: str) -> dict[str, Any] | None:
+    """Return the connector's configuration; None for an engine without kvstore."""
+    if not target:
+        return None
+    return {
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_module_path": "kvstore.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"target": target},
+    }
+
+
 class _Engine:
-    """One vLLM engine with the kvstore connector."""
+    """One vLLM engine, with the kvstore connector if there is a target."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         # Imported here: it takes seconds, and standard output must be redirected before.
@@ -41,13 +54,7 @@ class _Engine:
             block_size=settings["block_size"],
             enable_prefix_caching=False,  # "warm" must mean kvstore
             prefix_caching_hash_algo="sha256_cbor",
-            kv_transfer_config={
-                "kv_connector": "KVStoreConnector",
-                "kv_connector_module_path": "kvstore.connectors.vllm",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"target": settings["target"]},
-            },
+            kv_transfer_config=_transfer_config(settings["target"]),
         )
         self._count = 0
 

@@ -12,8 +12,6 @@ prompt of the same length, so that one-time costs (thread pools, first touches) 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,16 +19,14 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from kvstore.cli.child import Child, ChildDaemon, ChildError
+from kvstore.cli.child import ChildDaemon, ChildError
 from kvstore.cli.connect import connect
-from kvstore.cli.demo.corpus import text
+from kvstore.cli.demo.engine_child import EngineChild, Narrate
 from kvstore.client import Client
 from kvstore.units import format_seconds
 
 __all__ = ["DemoResult", "DemoSettings", "Row", "run_demo"]
 
-_START_TIMEOUT_S: Final = 300.0
-_REQUEST_TIMEOUT_S: Final = 120.0
 # Usage comes with heartbeats, one a second.
 _SETTLE_TIMEOUT_S: Final = 15.0
 _POLL_S: Final = 0.05
@@ -124,60 +120,6 @@ class DemoResult:
         return found
 
 
-Narrate = Callable[[str], None]
-
-
-class _Engine:
-    """An engine's process."""
-
-    def __init__(self, settings: DemoSettings, target: str, name: str, say: Narrate) -> None:
-        say(f"starting {name}: vLLM with {settings.model.name} …")
-        begin = time.monotonic()
-        cores = len(os.sched_getaffinity(0))
-        self._child = Child(
-            name,
-            [sys.executable, "-m", "kvstore.cli.demo.runner"],
-            settings.directory / f"{name.replace(' ', '-')}.log",
-            {
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                # With `auto` the thread count, and with it rounding, depends on the connector.
-                "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}",
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "VLLM_NO_USAGE_STATS": "1",
-                "HF_HUB_OFFLINE": "1",
-            },
-        )
-        try:
-            self._child.ask(
-                {
-                    "model": str(settings.model),
-                    "target": target,
-                    "max_model_len": settings.prompt_tokens + settings.output_tokens + 1,
-                    "block_size": settings.block_tokens,
-                },
-                _START_TIMEOUT_S,
-            )
-        except BaseException:
-            self.stop()
-            raise
-        say(f"  ready after {format_seconds(time.monotonic() - begin)}")
-
-    def stop(self) -> None:
-        """End it as an engine ends that is killed: nothing is saved, nothing is said."""
-        self._child.kill()
-
-    def encode(self, number: int, tokens: int) -> list[int]:
-        """Return the first tokens of a text of the corpus."""
-        request = {"text": text(number, tokens), "tokens": tokens}
-        prompt: list[int] = self._child.ask(request, _REQUEST_TIMEOUT_S)["prompt"]
-        return prompt
-
-    def generate(self, prompt: list[int], max_tokens: int) -> tuple[float, int, list[int]]:
-        """Return time to first token, tokens reused and tokens generated."""
-        answer = self._child.ask({"prompt": prompt, "max_tokens": max_tokens}, _REQUEST_TIMEOUT_S)
-        return answer["ttft_s"], answer["cached_tokens"], answer["tokens"]
-
-
 def _wait_until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + _SETTLE_TIMEOUT_S
     while not condition():
@@ -209,9 +151,18 @@ class _Demo:
                 yield daemon, client
 
     @contextlib.contextmanager
-    def engine(self, target: str, name: str) -> Iterator[_Engine]:
+    def engine(self, target: str, name: str) -> Iterator[EngineChild]:
         """Run an engine that has seen one unrelated prompt."""
-        engine = _Engine(self._settings, target, name, self._say)
+        settings = self._settings
+        engine = EngineChild(
+            name,
+            model=settings.model,
+            directory=settings.directory,
+            target=target,
+            max_model_len=settings.prompt_tokens + settings.output_tokens + 1,
+            block_tokens=settings.block_tokens,
+            say=self._say,
+        )
         try:
             if not self._prompts:
                 self._prompts = [
@@ -226,7 +177,7 @@ class _Demo:
         finally:
             engine.stop()
 
-    def row(self, name: str, engine: _Engine, client: Client) -> Row:
+    def row(self, name: str, engine: EngineChild, client: Client) -> Row:
         """Send every prompt once, one at a time."""
         settings, row = self._settings, Row(name)
         self._say(f"{name}: {settings.prompts} prompts of {settings.prompt_tokens} tokens")

@@ -1,0 +1,239 @@
+"""Time to first token while the disk becomes slower: a request is never slower with kvstore.
+
+Two real vLLM engines stand side by side, one without kvstore and one with it, and answer the same
+prompts in turns: without, with, without again. The third is the second side of an A/A comparison:
+how much two runs of the same thing differ on this machine. Every prompt's blocks are on disk and
+nowhere else before the engine with kvstore gets it. For each speed the daemon is started anew with
+its disk throttled to it, so that what it has learned about its disk is learned anew as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from kvstore.cli.child import ChildDaemon, ChildError
+from kvstore.cli.connect import connect
+from kvstore.cli.demo.engine_child import EngineChild, Narrate
+from kvstore.client import Client
+from kvstore.space import SpaceSpec
+from kvstore.wire import spec_from_message
+
+__all__ = ["Step", "SweepSettings", "plot", "sweep"]
+
+_WAIT_S: Final = 60.0
+_POLL_S: Final = 0.02
+_OUTPUT_TOKENS: Final = 2
+_WARM_UP_TEXT: Final = 5000
+
+
+@dataclass(frozen=True, slots=True)
+class SweepSettings:
+    """What the sweep runs with.
+
+    Attributes:
+        model: directory of the checkpoint.
+        directory: scratch directory.
+        speeds: disk speeds in bytes a second; None: as fast as it is.
+        prompts: different prompts.
+        rounds: how often each is asked for, at each speed.
+        prompt_tokens: tokens of each.
+        block_tokens: of the engine.
+    """
+
+    model: Path
+    directory: Path
+    speeds: Sequence[int | None]
+    prompts: int = 10
+    rounds: int = 3
+    prompt_tokens: int = 1024
+    block_tokens: int = 128
+
+
+@dataclass(slots=True)
+class Step:
+    """One speed. Seconds to the first token, one per request, paired by position."""
+
+    speed: int | None
+    without: list[float] = field(default_factory=list)
+    kvstore: list[float] = field(default_factory=list)
+    again: list[float] = field(default_factory=list)
+    reused_tokens: list[int] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return samples and what they come to."""
+        return {
+            "bytes_per_second": self.speed,
+            "without_s": self.without,
+            "kvstore_s": self.kvstore,
+            "without_again_s": self.again,
+            "reused_tokens": self.reused_tokens,
+            "p50_ratio": median(self.kvstore) / median(self.without),
+            "p95_ratio": _p95(self.kvstore) / _p95([*self.without, *self.again]),
+            "aa_p50_ratio": median(self.again) / median(self.without),
+            "aa_p95_ratio": _p95(self.again) / _p95(self.without),
+        }
+
+
+def _p95(samples: Sequence[float]) -> float:
+    return sorted(samples)[min(len(samples) - 1, int(0.95 * len(samples)))]
+
+
+class _Sweep:
+    def __init__(self, settings: SweepSettings, say: Narrate) -> None:
+        self._settings = settings
+        self._say = say
+        self._daemons = 0
+
+    @contextlib.contextmanager
+    def daemon(self, speed: int | None) -> Iterator[tuple[ChildDaemon, Client]]:
+        """Run a daemon whose disk is that fast."""
+        self._daemons += 1
+        directory = self._settings.directory
+        options = ["--disk", str(directory / "disk"), "--disk-capacity", "4GiB"]
+        options += ["--host-pool", "1GiB", "--discard-host"]
+        if speed is not None:
+            options += ["--disk-throttle", str(speed)]
+        with (
+            ChildDaemon(directory, options, f"daemon-{self._daemons}") as daemon,
+            connect(daemon.address) as client,
+        ):
+            yield daemon, client
+
+    def engine(self, name: str, target: str) -> EngineChild:
+        settings = self._settings
+        return EngineChild(
+            name,
+            model=settings.model,
+            directory=settings.directory,
+            target=target,
+            max_model_len=settings.prompt_tokens + _OUTPUT_TOKENS + 1,
+            block_tokens=settings.block_tokens,
+            say=self._say,
+        )
+
+    def store(self, client: Client, engine: EngineChild, prompts: Sequence[list[int]]) -> None:
+        """Have every prompt computed and its blocks written to disk."""
+        blocks = len(prompts) * ((self._settings.prompt_tokens - 1) // self._settings.block_tokens)
+        for prompt in prompts:
+            engine.generate(prompt, 1)
+        end = time.monotonic() + _WAIT_S
+        while sum(space.blocks for space in client.spaces()) < blocks:
+            if time.monotonic() > end:
+                raise ChildError(f"{blocks} blocks were not stored in time")
+            time.sleep(_POLL_S)
+        if not client.flush(_WAIT_S).done:
+            raise ChildError("not everything was written to disk")
+
+    def step(
+        self,
+        speed: int | None,
+        plain: EngineChild,
+        with_kvstore: EngineChild,
+        prompts: Sequence[list[int]],
+        warm_up: Sequence[list[int]],
+    ) -> Step:
+        step = Step(speed)
+        with self.daemon(speed) as (_, client):
+            spec = _spec(client)
+            self._until_attached(client)
+            for prompt in warm_up:
+                with_kvstore.generate(prompt, 1)
+                plain.generate(prompt, 1)
+            space = client.open_space(spec)
+            for _ in range(self._settings.rounds):
+                for prompt in prompts:
+                    client.flush(_WAIT_S)
+                    space.evict(tier="host")
+                    step.without.append(plain.generate(prompt, _OUTPUT_TOKENS)[0])
+                    seconds, reused, _ = with_kvstore.generate(prompt, _OUTPUT_TOKENS)
+                    step.kvstore.append(seconds)
+                    step.reused_tokens.append(reused)
+                    step.again.append(plain.generate(prompt, _OUTPUT_TOKENS)[0])
+        return step
+
+    @staticmethod
+    def _until_attached(client: Client) -> None:
+        """Wait until the engine has found this daemon: a client besides this one."""
+        end = time.monotonic() + _WAIT_S
+        while len(client.stats().clients) < 2:
+            if time.monotonic() > end:
+                raise ChildError("the engine did not find the daemon")
+            time.sleep(_POLL_S)
+
+
+def _spec(client: Client) -> SpaceSpec:
+    [space] = client.spaces()
+    return spec_from_message(space.spec)
+
+
+def sweep(settings: SweepSettings, say: Narrate) -> list[Step]:
+    """Run all speeds.
+
+    Raises:
+        KVStoreError: a process failed or took too long.
+    """
+    run = _Sweep(settings, say)
+    address = f"unix://{settings.directory / 'kvstore.sock'}"
+    with contextlib.ExitStack() as stack:
+        with run.daemon(None) as (daemon, client):
+            plain = run.engine("engine without kvstore", "")
+            stack.callback(plain.stop)
+            with_kvstore = run.engine("engine with kvstore", daemon.address)
+            stack.callback(with_kvstore.stop)
+            assert daemon.address == address
+            tokens = settings.prompt_tokens
+            prompts = [with_kvstore.encode(n, tokens) for n in range(settings.prompts)]
+            warm_up = [with_kvstore.encode(_WARM_UP_TEXT + n, tokens) for n in range(2)]
+            say(f"storing {len(prompts)} prompts of {tokens} tokens")
+            run.store(client, with_kvstore, [*prompts, *warm_up])
+        steps = []
+        for speed in settings.speeds:
+            name = "unlimited" if speed is None else f"{speed / 1e6:.0f} MB/s"
+            step = run.step(speed, plain, with_kvstore, prompts, warm_up)
+            steps.append(step)
+            say(
+                f"disk {name}: {median(step.without):.2f} s without, "
+                f"{median(step.kvstore):.2f} s with kvstore, "
+                f"{median(step.reused_tokens):.0f} tokens loaded"
+            )
+    return steps
+
+
+def plot(steps: Sequence[Step], path: Path) -> None:
+    """Draw TTFT against disk speed, without and with kvstore, and where it begins to load."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    fastest = max((s.speed for s in steps if s.speed is not None), default=1e9)
+    x = [(s.speed if s.speed is not None else 4 * fastest) / 1e6 for s in steps]
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    lines = (
+        ("computed, without kvstore", "#777777", [s.without for s in steps]),
+        ("with kvstore", "#1f6fb4", [s.kvstore for s in steps]),
+    )
+    for name, color, samples in lines:
+        middle = [median(of) * 1e3 for of in samples]
+        low = [min(of) * 1e3 for of in samples]
+        high = [_p95(of) * 1e3 for of in samples]
+        axes.plot(x, middle, "o-", color=color, label=f"{name} (median; least to P95)")
+        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+    loading = [at for at, s in zip(x, steps, strict=True) if median(s.reused_tokens) > 0]
+    if loading:
+        axes.axvline(min(loading), color="#1f6fb4", linestyle=":")
+        axes.text(min(loading), axes.get_ylim()[1] * 0.96, " loads from here on", va="top")
+    axes.set_xscale("log")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("disk speed, MB/s (the last point: not throttled)")
+    axes.set_ylabel("time to first token, ms")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,96 @@
+"""A vLLM engine in a process of its own, asked for one prompt at a time."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from kvstore.cli.child import Child
+from kvstore.cli.demo.corpus import text
+from kvstore.units import format_seconds
+
+__all__ = ["EngineChild", "Narrate"]
+
+_START_TIMEOUT_S: Final = 300.0
+_REQUEST_TIMEOUT_S: Final = 120.0
+
+Narrate = Callable[[str], None]
+
+
+class EngineChild:
+    """An engine's process."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        model: Path,
+        directory: Path,
+        target: str,
+        max_model_len: int,
+        block_tokens: int,
+        say: Narrate,
+    ) -> None:
+        """Start it and wait until it takes prompts.
+
+        Args:
+            name: for messages and its log.
+            model: directory of the checkpoint.
+            directory: takes its log.
+            target: the daemon's address; empty: an engine without kvstore.
+            max_model_len: most tokens of a request.
+            block_tokens: the engine's block size.
+            say: takes lines about what is going on.
+
+        Raises:
+            ChildError: it does not come up.
+        """
+        say(f"starting {name}: vLLM with {model.name} …")
+        begin = time.monotonic()
+        cores = len(os.sched_getaffinity(0))
+        self._child = Child(
+            name,
+            [sys.executable, "-m", "kvstore.cli.demo.runner"],
+            directory / f"{name.replace(' ', '-')}.log",
+            {
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                # With `auto` the thread count, and with it rounding, depends on the connector.
+                "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_NO_USAGE_STATS": "1",
+                "HF_HUB_OFFLINE": "1",
+            },
+        )
+        try:
+            self._child.ask(
+                {
+                    "model": str(model),
+                    "target": target,
+                    "max_model_len": max_model_len,
+                    "block_size": block_tokens,
+                },
+                _START_TIMEOUT_S,
+            )
+        except BaseException:
+            self.stop()
+            raise
+        say(f"  ready after {format_seconds(time.monotonic() - begin)}")
+
+    def stop(self) -> None:
+        """End it as an engine ends that is killed: nothing is saved, nothing is said."""
+        self._child.kill()
+
+    def encode(self, number: int, tokens: int) -> list[int]:
+        """Return the first tokens of a text of the corpus."""
+        request = {"text": text(number, tokens), "tokens": tokens}
+        prompt: list[int] = self._child.ask(request, _REQUEST_TIMEOUT_S)["prompt"]
+        return prompt
+
+    def generate(self, prompt: list[int], max_tokens: int) -> tuple[float, int, list[int]]:
+        """Return time to first token, tokens reused and tokens generated."""
+        answer = self._child.ask({"prompt": prompt, "max_tokens": max_tokens}, _REQUEST_TIMEOUT_S)
+        return answer["ttft_s"], answer["cached_tokens"], answer["tokens"]

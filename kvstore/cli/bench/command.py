@@ -1,4 +1,4 @@
-"""The `bench` command: the data path on the host; `bench gpu` measures a GPU."""
+"""The `bench` command: the data path on the host; `bench gpu` and `bench prefetch` beside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 import typer
 
-from kvstore.cli.bench import gpu_command
+from kvstore.cli.bench import gpu_command, prefetch_command
 from kvstore.units import parse_bytes
 
 __all__ = ["register"]
@@ -116,4 +116,5 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(add_completion=False, rich_markup_mode=None)
     group.callback(invoke_without_command=True)(bench)
     gpu_command.register(group)
+    prefetch_command.register(group)
     app.add_typer(group, name="bench")

@@ -20,9 +20,9 @@ from typing import Any, Final
 from kvstore.cli.child import ChildDaemon, ChildError
 from kvstore.cli.connect import connect
 from kvstore.cli.demo.engine_child import EngineChild, Narrate
+from kvstore.cli.output import plain
 from kvstore.client import Client
 from kvstore.space import SpaceSpec
-from kvstore.wire import spec_from_message
 
 __all__ = ["Step", "SweepSettings", "plot", "sweep"]
 
@@ -169,7 +169,7 @@ class _Sweep:
 
 def _spec(client: Client) -> SpaceSpec:
     [space] = client.spaces()
-    return spec_from_message(space.spec)
+    return SpaceSpec(**plain(space.spec))
 
 
 def sweep(settings: SweepSettings, say: Narrate) -> list[Step]:

@@ -1,0 +1,149 @@
+"""The `bench prefetch` command."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvstore.errors import ConfigError
+from kvstore.units import parse_bytes
+
+__all__ = ["register"]
+
+_SPEEDS = "10MB/s,30MB/s,60MB/s,100MB/s,200MB/s,500MB/s,unlimited"
+
+
+def _speeds(text: str) -> list[int | None]:
+    try:
+        return [
+            None if part.strip() == "unlimited" else parse_bytes(part.strip().removesuffix("/s"))
+            for part in text.split(",")
+        ]
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint="'--speeds'") from error
+
+
+def prefetch(
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir",
+            metavar="DIR",
+            exists=True,
+            file_okay=False,
+            writable=True,
+            help="Where to put the scratch directory (4 GB).",
+        ),
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=1000, metavar="N", help="Rounds that medians are taken of.")
+    ] = 9,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            exists=True,
+            file_okay=False,
+            help="Checkpoint for two real vLLM engines: measures their time to first token "
+            "while the disk becomes slower, instead of the rest.",
+        ),
+    ] = None,
+    speeds: Annotated[
+        str, typer.Option(metavar="LIST", help="With --model: disk speeds.")
+    ] = _SPEEDS,
+    prompts: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="With --model: prompts, each asked for 3 times."),
+    ] = 10,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=256, metavar="N", help="With --model: tokens of a prompt.")
+    ] = 1024,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="With --model: draw a PNG file."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print every sample as JSON; progress on stderr.")
+    ] = False,
+) -> None:
+    """Measure what prefetch decides, on a disk throttled to known speeds.
+
+    Shared reads, small jobs beside a big one, overlap of the stages, room for stores. With --model:
+    whether a request is ever slower with kvstore than without.
+    """
+    from kvstore.cli.child import interruptible
+
+    chosen = _speeds(speeds)
+    with (
+        interruptible(),
+        contextlib.ExitStack() as stack,
+    ):
+        scratch = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(
+                    prefix="kvstore-bench-", dir=directory, ignore_cleanup_errors=True
+                )
+            )
+        )
+        if model is None:
+            _figures(scratch, rounds, as_json=as_json)
+        else:
+            _sweep(model, scratch, chosen, prompts, prompt_tokens, plot=plot, as_json=as_json)
+
+
+def _figures(scratch: Path, rounds: int, *, as_json: bool) -> None:
+    from kvstore.cli.bench import prefetch, report
+    from kvstore.cli.output import console, print_json
+
+    figures = prefetch.measure(scratch, rounds)
+    if as_json:
+        print_json({"rounds": rounds, "figures": [f.as_json() for f in figures]})
+    else:
+        console().print(report.as_table(figures))
+
+
+def _sweep(
+    model: Path,
+    scratch: Path,
+    speeds: list[int | None],
+    prompts: int,
+    prompt_tokens: int,
+    *,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    from kvstore.cli.bench import ttft_sweep
+    from kvstore.cli.output import console, make_table, print_json, progress
+
+    settings = ttft_sweep.SweepSettings(
+        model.resolve(), scratch, speeds, prompts=prompts, prompt_tokens=prompt_tokens
+    )
+    steps = ttft_sweep.sweep(settings, progress(to_stderr=as_json))
+    if plot is not None:
+        ttft_sweep.plot(steps, plot)
+    rows: list[dict[str, Any]] = [step.as_json() for step in steps]
+    if as_json:
+        cores = len(os.sched_getaffinity(0))
+        print_json({"cores": cores, "prompt_tokens": prompt_tokens, "steps": rows})
+        return
+    table = make_table("", ["disk"], ("TTFT p50 ratio", "p95 ratio", "A/A p50", "A/A p95"))
+    for row in rows:
+        speed = row["bytes_per_second"]
+        table.add_row(
+            "unlimited" if speed is None else f"{speed / 1e6:.0f} MB/s",
+            *(
+                f"{row[name]:.3f}"
+                for name in ("p50_ratio", "p95_ratio", "aa_p50_ratio", "aa_p95_ratio")
+            ),
+        )
+    console().print(table)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("prefetch")(prefetch)

@@ -20,7 +20,7 @@ from typing import Any, Final
 from kvstore.cli.child import ChildDaemon, ChildError
 from kvstore.cli.connect import connect
 from kvstore.cli.demo.engine_child import EngineChild, Narrate
-from kvstore.cli.output import plain
+from kvstore.cli.plain import plain
 from kvstore.client import Client
 from kvstore.space import SpaceSpec
 

@@ -81,8 +81,10 @@ class Reclaimer:
         self._waiting: set[BlockShape] = set()
 
     def coming_blocks(self, shape: BlockShape) -> int:
-        """Return how many blocks of a shape find room in what is on its way out."""
-        return sum(self._retirement.coming()) // shape.block_bytes
+        """Return for how many more blocks of a shape there is room with what is on its way out."""
+        untaken = self._host.untaken_bytes
+        room = untaken + sum(self._retirement.coming())
+        return room // shape.block_bytes - untaken // shape.block_bytes
 
     def may_come(self, shape: BlockShape) -> bool:
         """Return whether a group may be given up for a shape in a moment."""

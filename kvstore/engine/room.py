@@ -126,7 +126,7 @@ class HostRoom:
         if missing > 0:
             growing = self._growing(shape, missing)
             if growing < missing and not host.allocating:
-                self._reclaim_colder(shape, missing - growing, older_than)
+                self._reclaim_colder(shape, missing, older_than)
                 growing = self._growing(shape, missing)
                 freed = self._evict(shape, missing - growing, older_than, inline=True)
                 if freed:
@@ -239,7 +239,7 @@ class HostRoom:
         free = host.free_blocks(shape) + host.room_blocks(shape)
         low, high = max(1, total // 50), max(2, total // 25)
         if total and free < low:
-            self._reclaim_colder(shape, high - free, None)
+            self._reclaim_colder(shape, high - host.free_blocks(shape), None)
             free = host.free_blocks(shape) + self._growing(shape, high)
             self._evict(shape, high - free, inline=False)
 

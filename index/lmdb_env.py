@@ -113,7 +113,9 @@ class LmdbEnv:
                 code = max(0, getattr(error, "code", 0))
                 raise StoreDamaged(str(self.path), error, code) from error
             except OSError as error:
-                raise StoreDamaged(str(self.path), error, error.errno or 0) from error
+                name = self.path if error.filename is None else error.filename
+                text = error.strerror or error
+                raise StoreDamaged(str(name), text, error.errno or 0) from error
 
     def write(self, name: bytes, body: Callable[[Txn], T]) -> T:
         """Run `body` in a transaction on one database, durable on return; all of it or nothing.

@@ -139,7 +139,7 @@ def seal_holds(directory: Path) -> bool:
     """
     try:
         seal = (directory / _SEAL_NAME).read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return False
     data = directory / DATA_NAME
     if not data.exists() or len(seal) != _SEAL.size + 8:

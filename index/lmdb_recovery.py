@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Final
@@ -28,7 +29,7 @@ __all__ = ["ENV_NAME", "CheckResult", "check_in_child", "put_aside", "renew"]
 
 ENV_NAME: Final = "index.mdb"
 
-_COPY_NAME: Final = f"{ENV_NAME}.copy"
+_COPY_PREFIX: Final = f"{ENV_NAME}.copy-"
 _ASIDE: Final = re.compile(rf"{re.escape(ENV_NAME)}\.damaged-[0-9]+")
 _KEPT_ASIDE: Final = 3
 
@@ -83,9 +84,12 @@ def renew(path: Path, timeout_s: float) -> str | None:
         FormatVersionError: the environment is of another release; it is left alone.
         OSError: files cannot be created or moved; the environment is as before.
     """
-    directory, copy = path / ENV_NAME, path / _COPY_NAME
-    shutil.rmtree(copy, ignore_errors=True)
-    copy.mkdir(mode=0o700)
+    directory = path / ENV_NAME
+    for rest in path.glob(f"{_COPY_PREFIX}*"):
+        shutil.rmtree(rest, ignore_errors=True)
+    # A new name each time: a child whose parent was killed may still be writing to the last one,
+    # and would go on doing so when that is the index.
+    copy = Path(tempfile.mkdtemp(prefix=_COPY_PREFIX, dir=path))
     try:
         result = check_in_child(path, timeout_s, copy)
         if result.copied:

@@ -102,10 +102,10 @@ class MetaStore:
         damaged: records skipped so far by `open`, `pins` and `load_blocks`.
     """
 
-    def __init__(self, path: Path, was_clean: bool) -> None:
+    def __init__(self, path: Path, was_clean: bool, epochs: EpochLog) -> None:
         """Use `MetaStore.open` or `MetaStore.open_or_reset`."""
         self._directory = path / ENV_NAME
-        self._epochs = EpochLog.open(path / _EPOCHS_NAME)
+        self._epochs = epochs
         self._env = LmdbEnv(self._directory)
         self._spaces: dict[bytes, SpaceRecord] = {}
         self._ids: dict[bytes, bytes] = {}
@@ -125,16 +125,16 @@ class MetaStore:
             StoreDamaged: LMDB cannot open what is there, or the file is cut short.
         """
         _check_directory(path)
-        return cls._open(path, lost=False, no_epochs=not (path / _EPOCHS_NAME).exists())
+        return cls._open(path, False, *_open_epochs(path))
 
     @classmethod
-    def _open(cls, path: Path, lost: bool, no_epochs: bool) -> Self:
+    def _open(cls, path: Path, lost: bool, epochs: EpochLog, no_epochs: bool) -> Self:
         directory = path / ENV_NAME
         new = not (directory / DATA_NAME).exists()
         try:
             was_clean = new or seal_holds(directory)
             directory.mkdir(mode=0o700, exist_ok=True)
-            store = cls(path, was_clean)
+            store = cls(path, was_clean, epochs)
             if not was_clean:
                 store._env.check_size()
             store._prepare(new, lost, no_epochs)
@@ -142,7 +142,7 @@ class MetaStore:
                 sync_directory(directory)
                 sync_directory(path)
         except OSError as error:
-            raise StoreDamaged(str(directory), error, error.errno or 0) from error
+            raise _failed(directory, error) from error
         return store
 
     @classmethod
@@ -164,21 +164,22 @@ class MetaStore:
         directory = path / ENV_NAME
         note: str | None = None
         clean = True
+        # First of all: what is wrong with the epochs file is no reason to touch the index.
+        epochs = _open_epochs(path)
         try:
-            no_epochs = not (path / _EPOCHS_NAME).exists()
             if (directory / DATA_NAME).exists() and not seal_holds(directory):
                 clean = False
                 note = renew(path, timeout_s)
             try:
-                store = cls._open(path, note is not None, no_epochs)
+                store = cls._open(path, note is not None, *epochs)
             except StoreDamaged as error:
                 if error.errno in _DEVICE_ERRORS:
                     raise
                 clean = False
                 note = f"{error}; starting empty, the old index is {put_aside(path)}"
-                store = cls._open(path, True, no_epochs)
+                store = cls._open(path, True, *epochs)
         except OSError as error:
-            raise StoreDamaged(str(directory), error, error.errno or 0) from error
+            raise _failed(directory, error) from error
         store.was_clean = clean
         return store, note
 
@@ -408,6 +409,27 @@ class MetaStore:
         self._spaces[record.space_id] = record
         self._ids[records.number_key(record.number)] = record.space_id
         return record
+
+
+def _failed(path: Path, error: OSError) -> StoreDamaged:
+    """Return what the operating system says, about the file that it says it of."""
+    name = path if error.filename is None else error.filename
+    return StoreDamaged(str(name), error.strerror or error, error.errno or 0)
+
+
+def _open_epochs(path: Path) -> tuple[EpochLog, bool]:
+    """Open the epochs file of a state directory; return it, and whether it had to be created.
+
+    Raises:
+        FormatVersionError: it is of another release.
+        StoreDamaged: it cannot be read, or created.
+    """
+    file = path / _EPOCHS_NAME
+    missing = not file.exists()
+    try:
+        return EpochLog.open(file), missing
+    except OSError as error:
+        raise _failed(file, error) from error
 
 
 def _check_directory(path: Path) -> None:

@@ -200,7 +200,9 @@ def _one_line(path: Path) -> Iterator[None]:
     except (FileExistsError, NotADirectoryError):
         raise ConfigError(f"disk directory {path}: not a directory") from None
     except OSError as error:
-        raise ConfigError(f"disk directory {path}: not usable: {error.strerror}") from error
+        name = path if error.filename is None else error.filename
+        what = "" if Path(name) == path else f"{Path(name).name}: "
+        raise ConfigError(f"disk directory {path}: not usable: {what}{error.strerror}") from error
 
 
 def _store_id(directory: Path) -> bytes:

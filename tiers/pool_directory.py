@@ -70,7 +70,7 @@ def remove_pool(directory: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         for path in directory.iterdir():
             if path.name.startswith(("slab-", _GPU)) or path.name == CONTROL_NAME:
-                path.unlink(missing_ok=True)
+                _remove(path)
         try:
             directory.rmdir()
         except OSError as error:
@@ -81,7 +81,15 @@ def remove_strays(directory: Path, ours: Collection[Path]) -> None:
     """Remove slabs that nobody knows any more from a pool that was adopted."""
     for path in directory.iterdir():
         if path.name.startswith("slab-") and path not in ours:
-            path.unlink(missing_ok=True)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        # Somebody put something else in its place: that is no reason not to start.
+        _log.warning("cannot remove %s: %s", path, error.strerror)
 
 
 def remove_stale_pools(root: Path, prefix: str, keep: Path) -> list[Path]:

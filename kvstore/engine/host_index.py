@@ -365,8 +365,11 @@ def remove_host_index(path: Path) -> None:
     Raises:
         OSError: it may be there still.
     """
-    path.with_name(path.name + ".tmp").unlink(missing_ok=True)
-    if path.exists():
+    temporary = path.with_name(path.name + ".tmp")
+    # What is no file was not saved by anybody, and is not read either.
+    if temporary.is_file():
+        temporary.unlink()
+    if path.is_file() or path.is_symlink():
         path.unlink()
         reach("host_index.unlinked")
         sync_directory(path.parent)

@@ -131,7 +131,7 @@ def _lock_state(state: Path) -> int:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(f"state: {state}: {error.strerror}") from error
+        raise ConfigError(f"state: {error.filename or state}: {error.strerror}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

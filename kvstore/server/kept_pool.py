@@ -72,6 +72,7 @@ def _problem(saved: HostIndex, root: Path, prefix: str, machine: str) -> str:
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-    if not mine or control.st_ino != saved.control_inode:
+    same = stat.S_ISREG(control.st_mode) and control.st_ino == saved.control_inode
+    if not mine or not same:
         return f"{pool} is not the directory that it was"
     return ""

@@ -22,11 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
+from crash_damage import DAMAGES, damage, files_of
 from crash_life import SHARED_MEMORY, Life, Task, live
 from crash_oracle import Oracle
 from crash_points import POINTS
+from power_loss import PowerLoss
 
 from kvstore.config import pool_prefix
+from kvstore.tiers.posix_engine import PosixEngine
 
 __all__ = ["KINDS", "Findings", "Line", "forked"]
 
@@ -35,6 +38,12 @@ LIFE_SECONDS: Final = 300.0
 # Kills on the same directories before new ones are made.
 LIVES_PER_DIRECTORY: Final = 12
 LOG_LINES: Final = 30
+# Writes, syncs, renames and commits until the power goes: about as many as a life has.
+POWER_STEPS: Final = 250
+POWER_LOSS: Final = "power lost"
+REFUSED: Final = "refused"
+# Files that only an orderly stop leaves.
+SAVED: Final = ("seal", "host-index", "slab-*", "control")
 KINDS: Final = {"wrong": "wrong bytes", "lost": "lost acknowledged blocks", "leak": "leaks"}
 
 
@@ -49,6 +58,7 @@ class Findings:
         served: blocks whose bytes were compared.
         acknowledged: of those, the ones that had to be there.
         kept: directories of lives that had problems.
+        refusals: what was damaged where a life refused to start, and its line.
     """
 
     kills: Counter[str] = field(default_factory=Counter)
@@ -57,6 +67,7 @@ class Findings:
     served: int = 0
     acknowledged: int = 0
     kept: list[Path] = field(default_factory=list)
+    refusals: dict[str, str] = field(default_factory=dict)
 
     @property
     def problem_count(self) -> int:
@@ -126,6 +137,21 @@ def forked(task: Task, log: Path) -> Iterator[Forked]:
         raise
 
 
+def install_power_loss(life: Life, seed: str, after: int) -> None:
+    """Put the fake I/O layer under a life."""
+
+    def lost(what: str) -> None:
+        life.tell("power_lost", what)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    roots = [life.directory / "state", life.directory / "disk"]
+    for root in roots:
+        root.mkdir(exist_ok=True)
+    PowerLoss(roots, seed, after, lost).install()
+    # Looked up now: the engine's defaults are the real calls.
+    life.io_engine = lambda: PosixEngine(2, pwritev=os.pwritev, fdatasync=os.fdatasync)
+
+
 class Line:
     """Lives one after the other, on directories that are replaced from time to time."""
 
@@ -140,14 +166,11 @@ class Line:
         self.prepare = prepare or []
         self.random = random.Random(seed)
         self.lives = 0
-        self.directory = Path()
-        self.oracle = Oracle()
+        self._boots = 0
         self.machine = "boot-0"
-        self._lived = 0
-        self._damaged = False
+        self._make()
 
     def __enter__(self) -> Self:
-        self._make()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -157,7 +180,8 @@ class Line:
         self.directory = Path(tempfile.mkdtemp(prefix="kvstore-crash-"))
         self.oracle = Oracle()
         self._lived = 0
-        self._damaged = False
+        self._damaged = self._scarred = False
+        self._last_damage = ""
 
     @property
     def worn(self) -> bool:
@@ -166,22 +190,34 @@ class Line:
 
     def retire(self, *, keep: bool = False) -> None:
         """Give the directories up."""
-        for pool in SHARED_MEMORY.glob(pool_prefix(self.directory / "state") + "*"):
-            shutil.rmtree(pool)
+        self._remove_pools()
         if keep:
             self.findings.kept.append(self.directory)
         else:
             shutil.rmtree(self.directory)
+
+    def _remove_pools(self) -> None:
+        for pool in SHARED_MEMORY.glob(pool_prefix(self.directory / "state") + "*"):
+            shutil.rmtree(pool)
 
     def renew(self) -> None:
         """Start afresh."""
         self.retire()
         self._make()
 
-    def damaged(self) -> None:
-        """Whoever owns this damaged something: blocks may be gone."""
-        self._damaged = True
+    def damage(self, how: str = "", kind: str = "") -> str:
+        """Damage one file of the stopped store: every block may be gone then, no epoch may be."""
+        pools = SHARED_MEMORY.glob(pool_prefix(self.directory / "state") + "*")
+        files = files_of(self.directory / "state", self.directory / "disk", *pools)
+        kind = kind or self.random.choice(sorted(files))
+        if kind not in files:
+            return ""
+        path = self.random.choice(files[kind])
+        what = damage(self.random, how or self.random.choice(sorted(DAMAGES)), path)
+        self._damaged = self._scarred = True
+        self._last_damage = what
         self.oracle.forget_blocks()
+        return what
 
     def task(self, **what: object) -> Task:
         self.lives += 1
@@ -192,6 +228,7 @@ class Line:
             f"{self.seed}/{self.lives}",
             self.oracle,
             damaged=self._damaged,
+            scarred=self._scarred,
             prepare=self.prepare,
             **what,  # type: ignore[arg-type]
         )
@@ -215,6 +252,34 @@ class Line:
         seconds = self.random.uniform(0.0, 0.15) if starting else self.random.expovariate(4.0)
         self._watch(self.task(theme=theme), seconds, stop_at="forked" if starting else "started")
 
+    def lose_power(self) -> None:
+        """Let a life lose what is not synced, and memory with it, after so many steps."""
+        after = self.random.randint(1, POWER_STEPS)
+        seed = f"{self.seed}/{self.lives}"
+        theme = self.random.choice(["flush", "grow", "grow", "shrink", "bump", "restart"])
+        task = self.task(theme=theme)
+        task.prepare = [*task.prepare, lambda life: install_power_loss(life, seed, after)]
+        self._watch(task, 0.0, stop_at="")
+        self._boots += 1
+        self.machine = f"boot-{self._boots}"
+        self._remove_pools()
+
+    def stop_and_damage(self, how: str, kind: str) -> str:
+        """Let a life stop, in order or not, damage a file, and let the next life start.
+
+        Returns:
+            what was damaged; empty when there is no such file.
+        """
+        if kind in SAVED or self.random.random() < 0.6:
+            theme = self.random.choice(["flush", "bump"])
+            self._watch(self.task(theme=theme, stops=True), 0.0, stop_at="")
+        else:
+            self.kill_any_time()
+        what = self.damage(how, kind)
+        if what and self._watch(self.task(works=False), 0.0, stop_at="") == REFUSED:
+            self.renew()
+        return what
+
     def close(self) -> None:
         """Let a life look at everything, and stop in order."""
         self._watch(self.task(works=False), 0.0, stop_at="")
@@ -234,15 +299,18 @@ class Line:
                     deadline = time.monotonic() + delay
             if not life.ended:
                 if not due:
-                    self.findings.add("failed", f"life {self.lives} hangs, last seen {where}")
+                    self.findings.add("failed", self._about(f"it hangs, last seen {where}"))
                 life.kill()
                 self.findings.kills[where] += 1
                 # What it said between the last look and its death counts as well.
                 while (event := life.heard(time.monotonic() + LIFE_SECONDS)) is not None:
                     self._note(event, where)
                 life.wait()
+            elif where.startswith(POWER_LOSS):
+                life.wait()
+                self.findings.kills[where] += 1
             elif (code := life.wait()) != 0:
-                self.findings.add("failed", f"life {self.lives} ended by itself with {code}")
+                self.findings.add("failed", self._about(f"it ended by itself with {code}"))
         self._read_log(log, task)
         if self.findings.problem_count > before:
             self.retire(keep=True)
@@ -254,7 +322,7 @@ class Line:
         self.oracle.apply(tuple(event))
         match event:
             case ["problem", str(kind), str(text)]:
-                self.findings.add(kind, f"life {self.lives}: {text}")
+                self.findings.add(kind, self._about(text))
             case ["checked", int(served), int(acknowledged)]:
                 self.findings.checks += 1
                 self.findings.served += served
@@ -266,12 +334,23 @@ class Line:
                 return "any time: when all was done"
             case ["point", str(name)]:
                 return name
+            case ["refused", str(line)]:
+                if "\n" in line:
+                    self.findings.add("failed", self._about(f"refused with {line!r}"))
+                self.findings.refusals.setdefault(self._last_damage, line)
+                return REFUSED
+            case ["power_lost", str(what)]:
+                return f"{POWER_LOSS}: {what}"
         return where
+
+    def _about(self, text: str) -> str:
+        damaged = f" ({self._last_damage})" if self._last_damage else ""
+        return f"life {self.lives}{damaged}: {text}"
 
     def _read_log(self, log: Path, task: Task) -> None:
         text = log.read_text(errors="replace") if log.exists() else ""
         if "Traceback" in text or ("ERROR" in text and not task.damaged):
             tail = "\n    ".join(text.splitlines()[-LOG_LINES:])
-            self.findings.add("failed", f"life {self.lives}: its log says\n    {tail}")
+            self.findings.add("failed", self._about(f"its log says\n    {tail}"))
         else:
             log.unlink(missing_ok=True)

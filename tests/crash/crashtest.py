@@ -14,12 +14,15 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 # Threads of a numerical library would not survive a fork.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
 
+from crash_damage import DAMAGES
+from crash_mutants import MUTANTS
 from crash_points import POINTS
 from crash_run import KINDS, Findings, Line
 
@@ -27,6 +30,26 @@ SEED = 20_260
 # The how manyth time a point is passed, after each was tried the first time.
 HITS = (1, 2, 3, 5)
 TRIES = 8
+# Where a wrong order shows that does not need a loss of power.
+SHOWN_AT = {
+    "slots-before-deletes": "flush.synced",
+    "acknowledged-before-commit": "flush.committed",
+    "epoch-in-memory": "epoch.durable",
+}
+# What there is to damage; see `crash_damage.kind_of`.
+FILES = (
+    "data.mdb",
+    "lock.mdb",
+    "seal",
+    "epochs",
+    "disk-budget",
+    "host-index",
+    "lock",
+    "store-id",
+    "seg-*",
+    "slab-*",
+    "control",
+)
 
 
 def crash(kills: int, seed: int, findings: Findings) -> None:
@@ -46,6 +69,43 @@ def crash(kills: int, seed: int, findings: Findings) -> None:
                 line.close()
                 line.renew()
         line.close()
+
+
+def lose_power(times: int, seed: int, findings: Findings) -> None:
+    """Let the power go so often."""
+    with Line(seed, findings) as line:
+        for _ in range(times):
+            line.lose_power()
+            if line.worn:
+                line.close()
+                line.renew()
+        line.close()
+
+
+def damage(times: int, seed: int, findings: Findings) -> Counter[str]:
+    """Damage a file of the stopped store so often; return which, and how."""
+    done: Counter[str] = Counter()
+    with Line(seed, findings) as line:
+        choices = [(how, kind) for how in DAMAGES for kind in FILES]
+        line.random.shuffle(choices)
+        for how, kind in itertools.islice(itertools.cycle(choices), times):
+            what = line.stop_and_damage(how, kind)
+            if what:
+                done[f"{kind} {how}"] += 1
+            if line.worn:
+                line.close()
+                line.renew()
+    return done
+
+
+def break_on_purpose(mutant: str, lives: int, seed: int, findings: Findings) -> None:
+    """Let so many lives do one thing in a wrong order, until it is noticed."""
+    with Line(seed, findings, [MUTANTS[mutant]]) as line:
+        point = SHOWN_AT.get(mutant)
+        while line.lives < lives and not findings.problems:
+            if point is None:
+                line.lose_power()
+            line.kill_at(point or "flush.committed", line.random.choice(HITS))
 
 
 def crash_everywhere(seed: int, findings: Findings) -> None:
@@ -75,6 +135,8 @@ def report(findings: Findings, seed: int, seconds: float) -> int:
         f"{findings.served} blocks, {findings.acknowledged} of them acknowledged"
     )
     print(f"{counts}{f', {others} other failures' if others else ''}")
+    for what, line in findings.refusals.items():
+        print(f"refused: {what}: {line}")
     for path in findings.kept:
         print(f"left as it was: {path}")
     if findings.problems:
@@ -85,23 +147,40 @@ def report(findings: Findings, seed: int, seconds: float) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--power-losses", type=int, default=0)
+    parser.add_argument("--damages", type=int, default=0)
+    parser.add_argument("--mutant", choices=MUTANTS, help="break one step on purpose")
     parser.add_argument("--each-point", action="store_true", help="one kill at each named point")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--seed", type=int, default=SEED)
     options = parser.parse_args()
     # Unwind, so that memory and directories are given back.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"seed {options.seed}", flush=True)
     findings = Findings()
     begun = time.monotonic()
-    if options.each_point:
-        crash_everywhere(options.seed, findings)
-    else:
-        crash(options.kills, options.seed, findings)
+    try:
+        run(options, findings)
+    except KeyboardInterrupt:
+        findings.add("failed", "interrupted")
     if options.json is not None:
         problems = findings.problems
         options.json.write_text(json.dumps({"kills": findings.kills, "problems": problems}))
     return report(findings, options.seed, time.monotonic() - begun)
+
+
+def run(options: argparse.Namespace, findings: Findings) -> None:
+    """Do what the options say."""
+    if options.each_point:
+        crash_everywhere(options.seed, findings)
+    elif options.mutant:
+        break_on_purpose(options.mutant, options.kills, options.seed, findings)
+    elif options.damages:
+        damage(options.damages, options.seed, findings)
+    elif options.power_losses:
+        lose_power(options.power_losses, options.seed, findings)
+    else:
+        crash(options.kills, options.seed, findings)
 
 
 if __name__ == "__main__":

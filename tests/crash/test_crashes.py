@@ -1,4 +1,4 @@
-"""Killed at any moment: no wrong byte, no acknowledged block lost, no leak. See `crashtest`."""
+"""Killed, without power, damaged: no wrong byte, nothing acknowledged lost. See `crashtest`."""
 
 from __future__ import annotations
 
@@ -49,9 +49,36 @@ def test_killed_between_two_steps(point: str, everywhere: tuple[dict[str, Any], 
 
 
 def test_killed_at_any_time() -> None:
-    code, output = crashtest("--kills", "12")
+    code, output = crashtest("--kills", "8")
     assert code == 0, output
     assert "0 wrong bytes, 0 lost acknowledged blocks, 0 leaks" in output
+
+
+def test_the_power_is_lost() -> None:
+    code, output = crashtest("--power-losses", "10")
+    assert code == 0, output
+    assert "power lost: " in output
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        "records-before-data",
+        "slots-before-deletes",
+        "segments-without-names",
+        "acknowledged-before-commit",
+        "epoch-in-memory",
+    ],
+)
+def test_a_wrong_order_is_noticed(mutant: str) -> None:
+    code, output = crashtest("--mutant", mutant, "--kills", "150")
+    assert code == 1, output
+    assert "lost acknowledged blocks: life" in output
+
+
+def test_damaged_while_stopped() -> None:
+    code, output = crashtest("--damages", "16")
+    assert code == 0, output
 
 
 def test_every_point_of_the_daemon_is_tried() -> None:

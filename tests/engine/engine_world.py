@@ -333,13 +333,13 @@ class Player:
         """Return the events of one kind heard so far."""
         return [event for event in self.events() if isinstance(event, kind)]
 
-    async def lease_done(self, lease_id: int, seconds: float = 10.0) -> LeaseDoneEvent:
+    async def lease_done(self, lease_id: int) -> LeaseDoneEvent:
         """Wait for the end of a lease's growth."""
 
         def done() -> list[LeaseDoneEvent]:
             return [e for e in self.heard_of(LeaseDoneEvent) if e.lease_id == lease_id]
 
-        await until(done, seconds)
+        await until(done)
         [event] = done()
         return event
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -276,8 +275,8 @@ def test_stores_go_on_while_it_shrinks(make_world: Make) -> None:
 class Held(MetaStore):
     """Knows what is durable, and holds a commit until it is told to go on."""
 
-    def __init__(self, path: Path, was_clean: bool) -> None:
-        super().__init__(path, was_clean)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.durable: dict[bytes, Slot] = {}
         self.holding = False
         self.entered, self.go = threading.Event(), threading.Event()

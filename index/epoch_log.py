@@ -16,6 +16,8 @@ any number that bumps, one by one, can have reached.
 Append protocol
   1. Write the entry at the end of the last whole entry: a torn tail is overwritten.
   2. fsync. Only then is the epoch used.
+  3. LMDB commits it (`kvstore.index.lmdb_store`). Killed between 2 and 3, the next start brings LMDB
+     up to this file: the bump was not acknowledged, and happened.
 Recovery: read whole entries; skip and count those whose checksum does not hold. A torn tail is
 an append that nobody was told about.
 

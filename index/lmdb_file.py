@@ -7,6 +7,11 @@ whole file gets one when the daemon stops in order: the seal.
     seal:  "KVSEAL" ‖ uint8 0 ‖ uint8 version = 1 ‖ uint64 file size ‖ XXH3-128 of the file (16)
            ‖ uint64 XXH3-64 of the 32 before                                    (40 bytes)
 
+Sealing (a stop in order, after the last commit): 1. write ``seal.new`` and sync it; 2. rename it to
+``seal``; 3. sync the directory. Breaking (a start, before the first commit): 1. remove it; 2. sync
+the directory. Killed in between, the seal is there or not; one that is there and should not be does
+not hold any more after the next commit.
+
 A seal that holds proves that the file is the one a healthy process left, bit by bit. A seal that
 is missing, or does not hold, proves nothing: the file then goes through a child process
 (`kvstore.index.lmdb_check`). Hashing runs at several GB/s; the file has some 400 bytes a block.

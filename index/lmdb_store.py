@@ -22,7 +22,8 @@ A bumped epoch is appended to the epochs file, and synced, before LMDB commits i
 Recovery protocol, `MetaStore.open_or_reset`
   1. The seal holds: the file is, bit by bit, what an orderly stop left. It is opened.
   2. Otherwise a child process walks the file and copies every record whose checksum holds into a
-     fresh environment. What kills a process that walks a damaged file kills the child. This
+     fresh environment, `index.mdb.copy-…`, of another name each time: a child whose parent was
+     killed may still be writing to the last one. What kills a process that walks a damaged file kills the child. This
      process maps only what the child wrote: broken pages, also those of LMDB's free list, which
      no walk can see and the next commit would step into, stay behind with the old file.
   3. The copy replaces data.mdb by an atomic rename, then the directory is synced. Killed at any

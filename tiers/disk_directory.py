@@ -36,7 +36,7 @@ from kvstore.tiers.segment import (
 )
 from kvstore.units import PAGE_BYTES, format_bytes
 
-__all__ = ["STORE_FORMAT_VERSION", "DiskDirectory"]
+__all__ = ["STORE_FORMAT_VERSION", "DiskDirectory", "make_directory"]
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class DiskDirectory:
         """
         path = path.absolute()
         with _one_line(path):
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_directory(path)
             status = os.statvfs(path)
             size_bytes = status.f_blocks * status.f_frsize
             if size_bytes and capacity_bytes > size_bytes:
@@ -191,6 +191,18 @@ class DiskDirectory:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory and those above it as needed, so that a loss of power does not undo it.
+
+    Raises:
+        OSError: it is not there, or may not be after a loss of power.
+    """
+    made = [directory for directory in (path, *path.parents) if not directory.exists()]
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for directory in made:
+        sync_directory(directory.parent)
 
 
 @contextmanager

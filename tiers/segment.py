@@ -22,6 +22,9 @@ Creation:
     3. rename it to ``seg-000007.kvs``;
     4. fsync the directory. Only now is the segment used.
 
+Deletion: no slot of it is in use and no durable record names one; unlink; fsync the directory. Killed
+in between it may be back, empty.
+
 A temporary file found at start is the rest of a crash before 3 and is removed. Which blocks hold
 data is not recorded here: the index's records name slots and the digests of what is in them.
 

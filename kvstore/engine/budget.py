@@ -9,12 +9,17 @@ The record survives restarts: `disk-budget` in the state directory, one line of 
     {"version": 1, "seconds": own time, "boot": boot's id, "clock": seconds since boot,
      "wall": Unix time, "hours": {"hour": bytes, …}, "check": …}
 
-`check` is the XXH3-64 of the line without it. Writing it: to a temporary file, fsync, rename, fsync
-of the directory. A record that is damaged counts as a day's budget spent in the last hour, one of a
+`check` is the XXH3-64 of the line without it. A record that is damaged counts as a day's budget spent in the last hour, one of a
 later version as the same: a wrong guess must not cost the SSD its life.
 
-Bytes are charged before they are written, some ahead, so that few groups wait for the record: after
-a crash what was charged counts as written.
+Charging protocol
+
+1. Bytes are added to the hour, some ahead, so that few groups wait for the record.
+2. The record is written to a temporary file, synced, renamed, the directory synced.
+3. Only now as many bytes may be written to the disk.
+
+Killed after 2, what was charged counts as written, also what never was. A stop in order gives back
+what was not.
 """
 
 from __future__ import annotations

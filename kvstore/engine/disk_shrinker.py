@@ -25,7 +25,7 @@ import mmap
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from kvstore.engine.flusher import record_of
+from kvstore.engine.disk_records import record_of
 from kvstore.engine.shrinking import Part, next_to_leave
 from kvstore.errors import TierError
 from kvstore.syncpoint import reach
@@ -182,7 +182,7 @@ class DiskShrinker:
 
     def _make_room(self, shape: BlockShape, count: int) -> None:
         """Let the coldest blocks leave for as many as find no place."""
-        if self._flusher.freeing(shape):
+        if self._flusher.records.freeing(shape):
             return  # slots come free in a moment
         queue = self._index.disk_queue(shape)
         missing = count - self._disk.spare_slots(shape)
@@ -267,10 +267,10 @@ class DiskShrinker:
 
     async def _record(self, written: dict[Block, Slot], kept: set[Slot]) -> None:
         """Commit where blocks are now; add new slots that are not to be freed to `kept`."""
-        async with self._flusher.rewriting:
+        async with self._flusher.records.rewriting:
             moved = {block: slot for block, slot in written.items() if not block.dead}
             records = {block: record_of(block, slot) for block, slot in moved.items()}
-            commit = asyncio.ensure_future(self._flusher.rewrite(list(records.values())))
+            commit = asyncio.ensure_future(self._flusher.records.rewrite(list(records.values())))
             try:
                 await undisturbed(commit)
             finally:
@@ -309,10 +309,10 @@ class DiskShrinker:
         self._free_read()
         while self._doubtful:
             block, slot = self._doubtful[0]
-            async with self._flusher.rewriting:
+            async with self._flusher.records.rewriting:
                 if block.dead or block.disk is None:
                     self._flusher.deleted(block, slot)
-                elif not await self._flusher.rewrite([record_of(block, block.disk)]):
+                elif not await self._flusher.records.rewrite([record_of(block, block.disk)]):
                     return False
                 else:
                     self._disk.free([slot])

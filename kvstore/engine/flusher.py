@@ -1,20 +1,23 @@
 """Flushing: host → disk in groups, and deleting what leaves the disk.
 
-For each group of blocks of one shape, parents before children:
+Commit protocol, for each group of blocks of one shape, parents before children
 
-1. take disk slots; where there are none, choose victims, whose deletes ride on this group's
-   commit and whose slots serve a later group;
-2. hold the host copies, compute missing digests, check adopted bytes against theirs;
-3. write the blocks, then sync the segments;
-4. commit, in one LMDB transaction, the deletes of blocks that left the disk and the records of
-   the blocks of this group whose parent is on disk by now;
-5. only now: the blocks are on disk in the index, and the deleted blocks' slots may be reused.
+1. Take disk slots; where there are none, choose victims, whose deletes ride on this group's
+   commit and whose slots serve a later group.
+2. Hold the host copies, compute missing digests, check adopted bytes against theirs.
+3. Write the blocks, then sync the segments (`group_writer`).
+4. Commit, in one LMDB transaction, the deletes of blocks that left the disk and the records of
+   the blocks of this group whose parent is on disk by now (`disk_records`).
+5. Only now: the blocks are on disk in the index, and the deleted blocks' slots may be reused.
 
 Killed before 4 the group's slots hold bytes that no record names; killed after it the records are
-right. A slot is never written while a durable record still names it, because of 5.
+right. Without power the same, because of the sync in 3: a record never names bytes that the device
+may not have. A slot is never written while a durable record still names it, because of 5.
 
 Two groups overlap: one writes while the other syncs and commits. Commits happen in order, so a
 child never becomes durable before its parent; if the parent's group fails, the child is refused.
+
+Recovery is `recovery`'s: slots are those that records name, and all others are free.
 """
 
 from __future__ import annotations
@@ -23,17 +26,16 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from kvstore.engine.disk_room import Deletes, DiskRoom
+from kvstore.engine.disk_records import DiskRecords, record_of
+from kvstore.engine.disk_room import DiskRoom
+from kvstore.engine.group_writer import GROUP_BYTES, Group, GroupWriter, group_limit
 from kvstore.engine.refused import RefusedBlocks
 from kvstore.engine.room import Signal
-from kvstore.errors import KVStoreError, TierError
+from kvstore.errors import TierError
 from kvstore.index import Block, Flush
-from kvstore.index.records import BlockRecord
-from kvstore.syncpoint import reach
-from kvstore.tiers.base import Outcome, Slot, Transfer
+from kvstore.tiers.base import Outcome, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from kvstore.engine.store_thread import StoreThread
     from kvstore.engine.verifier import Verifier
     from kvstore.index import BlockIndex
+    from kvstore.index.records import BlockRecord
     from kvstore.space import BlockShape
     from kvstore.tiers.disk import DiskTier
     from kvstore.tiers.host import HostTier
@@ -52,8 +55,6 @@ __all__ = ["Flusher"]
 
 log = logging.getLogger(__name__)
 
-_GROUP_BYTES: Final = 64 << 20
-_GROUP_BLOCKS: Final = 256
 _GROUPS_AT_ONCE: Final = 2
 # A queue that cannot go on is looked at again after this long.
 _RETRY_SECONDS: Final = 2.0
@@ -65,23 +66,13 @@ _BUDGET_SECONDS: Final = 30.0
 _AHEAD_PART: Final = 32
 
 
-@dataclass(eq=False, slots=True)
-class _Group:
-    blocks: list[Block]
-    slots: list[Slot]
-    predecessor: asyncio.Task[None] | None
-    outcomes: list[Outcome] = field(default_factory=list)
-
-
 class Flusher:
     """Writes blocks to disk and deletes them there.
 
     Attributes:
-        rewriting: held from a look at where blocks lie until records that say so are committed, by
-            whoever commits records of blocks that have one.
+        records: what is durable of the disk.
         budget: limits what is written.
         over_budget: it is spent; blocks that were refused for that are tried again later.
-        index_problem: why the last commit failed; empty after one that did not.
     """
 
     def __init__(
@@ -113,21 +104,17 @@ class Flusher:
         self.budget = budget
         # Blocks were refused because it is spent.
         self.over_budget = False
-        self.index_problem = ""
         self._index = index
-        self._host = host
         self._disk = disk
-        self._store = store
-        self._digester = digester
-        self._verifier = verifier
+        self._writer = GroupWriter(host, disk, digester, verifier)
         self._counters = counters
         self._on_room = on_room
         self._queue: deque[Block] = deque()
         self._refused = RefusedBlocks()
         self._stuck_since: float | None = None
-        self._deletes = Deletes()
+        self.records = DiskRecords(disk, store, counters, self._recorded)
+        self._deletes = self.records.deletes
         self._disk_room = DiskRoom(index, disk, self._deletes, counters)
-        self.rewriting = asyncio.Lock()
         self._progress = Signal()
         self._work = asyncio.Event()
         self._groups = asyncio.Semaphore(_GROUPS_AT_ONCE)
@@ -152,6 +139,11 @@ class Flusher:
             pass
         if self.budget is not None:
             await self.budget.close()
+
+    @property
+    def index_problem(self) -> str:
+        """Why the last commit failed; empty after one that did not."""
+        return self.records.problem
 
     @property
     def busy(self) -> bool:
@@ -342,7 +334,7 @@ class Flusher:
             block.parent.queued_children -= 1
             self._index.offer(block.parent)
 
-    def _select(self) -> _Group | None:
+    def _select(self) -> Group | None:
         """Take queued blocks of one shape for which there are disk slots now."""
         while self._queue and self._queue[0].dead:
             self._dequeued(self._queue.popleft(), Flush.NONE)
@@ -383,7 +375,7 @@ class Flusher:
             return None
         if self.budget is not None:
             self.budget.spend(len(blocks) * shape.block_bytes)
-        group = _Group(blocks, slots[: len(blocks)], self._last_group)
+        group = Group(blocks, slots[: len(blocks)], self._last_group)
         group.outcomes = [Outcome.IO_ERROR] * len(blocks)
         return group
 
@@ -391,7 +383,7 @@ class Flusher:
         """Have a group's bytes of the budget at hand."""
         if self.budget is not None and self._queue:
             block_bytes = self._queue[0].space.shape.block_bytes
-            await self.budget.charge(max(_GROUP_BYTES, block_bytes))
+            await self.budget.charge(max(GROUP_BYTES, block_bytes))
 
     def _may_spend(self) -> bool:
         """Return whether a block that was refused for the budget may be written now."""
@@ -420,7 +412,7 @@ class Flusher:
 
     def _wanted(self, shape: BlockShape) -> int:
         """Return how many blocks at the queue's head make a group."""
-        limit = _group_limit(shape)
+        limit = group_limit(shape)
         wanted = 0
         for block in self._queue:
             if block.space.shape != shape or wanted == limit:
@@ -435,7 +427,7 @@ class Flusher:
         in time.
         """
         disk = self._disk
-        ahead = min(_group_limit(shape), disk.capacity_bytes // shape.block_bytes // _AHEAD_PART)
+        ahead = min(group_limit(shape), disk.capacity_bytes // shape.block_bytes // _AHEAD_PART)
         more = missing + max(0, ahead - disk.free_blocks(shape))
         coming = more > 0 and self._disk_room.evict(shape, more)
         if not needed or coming or self._writing or self._disk_room.reclaim_segment(shape):
@@ -473,11 +465,11 @@ class Flusher:
         self._index.offer(block)
         self._refused.add(block)
 
-    async def _flush_group(self, group: _Group) -> None:
+    async def _flush_group(self, group: Group) -> None:
         """Steps 2 to 5."""
         begun = asyncio.get_running_loop().time()
         try:
-            group.outcomes = await self._write(group)
+            group.outcomes = await self._writer.write(group)
         except TierError as error:
             log.warning("flush failed: %s", error)
         except Exception:
@@ -489,28 +481,14 @@ class Flusher:
         self._counters.record("flush_group", asyncio.get_running_loop().time() - begun)
         self._tell(group.blocks[0].space.shape)
 
-    async def _write(self, group: _Group) -> list[Outcome]:
-        await self._digester.digest(group.blocks)
-        await self._verifier.wait_for(group.blocks)
-        transfers = [
-            Transfer(slot, self._host.views(b.host), b.space.spec.shard_bytes)
-            for b, slot in zip(group.blocks, group.slots, strict=True)
-            if b.host is not None
-        ]
-        outcomes = await self._disk.write(transfers)
-        reach("flush.written")
-        await self._disk.sync()
-        reach("flush.synced")
-        return outcomes
-
-    async def _commit_group(self, group: _Group) -> None:
+    async def _commit_group(self, group: Group) -> None:
         records: dict[Block, BlockRecord] = {}
         for block, slot, outcome in zip(group.blocks, group.slots, group.outcomes, strict=True):
             parent = block.parent
             anchored = parent is None or parent.disk is not None or parent in records
             if outcome is Outcome.OK and not block.dead and anchored:
                 records[block] = record_of(block, slot)
-        ok = await self._commit(list(records.values()), self._deletes.take())
+        ok = await self.records.commit(list(records.values()), self._deletes.take())
         for block, slot in zip(group.blocks, group.slots, strict=True):
             self._writing -= 1
             record = records.get(block)
@@ -543,78 +521,16 @@ class Flusher:
             self._index.disk_room_hint = True
 
     async def _commit_deletes(self) -> bool:
-        done = await self._commit([], self._deletes.take())
+        done = await self.records.commit_deletes()
         self._tell()
         return done
 
-    async def _commit(
-        self, records: Sequence[BlockRecord], deletes: Sequence[tuple[Block, Slot]]
-    ) -> bool:
-        """Commit one transaction; on failure the deletes stay queued. Then free the slots."""
-        if not records and not deletes:
-            return True
-        names = self._deletes.names(deletes)
-        try:
-            await self._store.run(
-                self._store.store.commit_blocks, self._disk.store_id, list(records), names
-            )
-        except Exception as error:
-            # The boundary of the store's thread. Whatever it met, nothing counts as durable.
-            expected = isinstance(error, KVStoreError)
-            log.warning("index commit failed: %s", error, exc_info=not expected)
-            self._counters.counts["index_commit_failures"] += 1
-            self._deletes.failed(deletes)
-            self.index_problem = str(error) or type(error).__name__
-            return False
-        self.index_problem = ""
-        reach("flush.committed")
-        self._disk.free(self._deletes.done(deletes))
-        reach("flush.freed")
-        if deletes and self._refused:
+    def _recorded(self, freed: bool) -> None:
+        """Records or deletes are durable."""
+        if freed and self._refused:
             self._index.disk_room_hint = True
         self._work.set()
-        return True
-
-    async def save_touches(self, blocks: Sequence[Block]) -> None:
-        """Rewrite the records of blocks whose place in the LRU order has changed."""
-        async with self.rewriting:
-            changed = [b for b in blocks if b.disk is not None and b.sequence != b.recorded]
-            records = [record_of(b, b.disk) for b in changed if b.disk is not None]
-            if records and await self._commit(records, []):
-                for block, record in zip(changed, records, strict=True):
-                    block.recorded = record.sequence
-
-    async def rewrite(self, records: Sequence[BlockRecord]) -> bool:
-        """Commit records in the place of those that are there; the caller holds `rewriting`.
-
-        Returns:
-            False when that failed: each record may be the old one or the new one.
-        """
-        return await self._commit(records, [])
-
-    def freeing(self, shape: BlockShape) -> int:
-        """Return how many slots on disk will be free when their deletes are durable."""
-        return self._deletes.freeing[shape]
-
-
-def _group_limit(shape: BlockShape) -> int:
-    return max(1, min(_GROUP_BLOCKS, _GROUP_BYTES // shape.block_bytes))
 
 
 def _is_under_way(block: Block) -> bool:
     return block.flush in (Flush.QUEUED, Flush.WRITING) and not block.dead
-
-
-def record_of(block: Block, slot: Slot) -> BlockRecord:
-    """Return what LMDB keeps of a block on disk."""
-    assert block.digests is not None
-    return BlockRecord(
-        space_id=block.space.id,
-        key=block.key,
-        parent=None if block.parent is None else block.parent.key,
-        epoch=block.space.epoch,
-        segment=slot.group,
-        slot=slot.index,
-        digests=block.digests,
-        sequence=block.sequence,
-    )

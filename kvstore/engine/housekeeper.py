@@ -87,5 +87,5 @@ class Housekeeper:
         for space in list(self._index.spaces.values()):
             blocks = list(space.blocks.values())
             for at in range(0, len(blocks), _CHUNK):
-                await self.flusher.save_touches(blocks[at : at + _CHUNK])
+                await self.flusher.records.save_touches(blocks[at : at + _CHUNK])
                 await asyncio.sleep(0)

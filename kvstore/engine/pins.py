@@ -1,4 +1,17 @@
-"""Pins: blocks whose last copy, and one on disk, must stay, durably, until unpinned or expired."""
+"""Pins: blocks whose last copy, and one on disk, must stay, durably, until unpinned or expired.
+
+Commit protocol
+
+1. Pinning: the blocks of the run stay from now on, so that none leaves while the store is at work;
+   unpinning: they stay until 2 is done.
+2. One LMDB transaction puts, or deletes, the run's records. If it fails, what was in force before
+   is in force again.
+3. Only now the caller hears of it.
+
+Killed before 2 the old pins are there, after it the new ones. Recovery: pins of blocks that are
+back are in force; the others, and those that expired, are deleted. A block that leaves takes its
+pin with it at once, and the record at the next start.
+"""
 
 from __future__ import annotations
 

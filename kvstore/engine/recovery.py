@@ -1,5 +1,7 @@
 """Recovery: the index of the disk tier from its records.
 
+Recovery protocol
+
 1. Take the records of the disk store. Those of an earlier epoch, of a space that is gone, or with
    digests for another number of shards are dropped.
 2. The disk tier adopts the slots that are left; a slot that is claimed twice, or that the segment
@@ -8,6 +10,10 @@
    was damaged or a slot refused, is dropped: the disk tier stays prefix-closed.
 4. The records of everything dropped are deleted, durably, and only then are adopted slots among
    them free.
+
+Nothing is allocated before 4. Killed at any moment, the next start finds the same records, or fewer
+that are void: it drops what is left of them. Bytes are not read: a record is right because its
+block's bytes were durable before it (`flusher`), and what was damaged since fails its digest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,16 @@
-"""Removal: blocks that go because somebody says so, because they are damaged, or outdated."""
+"""Removal: blocks that go because somebody says so, because they are damaged, or outdated.
+
+Bumping an epoch
+
+1. The new epoch is appended to the epochs file and synced, then committed to LMDB
+   (`kvstore.index.epoch_log`, `kvstore.index.lmdb_store`).
+2. In one go of the loop: the space is at the new epoch, its grants are void, its leases revoked, its
+   blocks forgotten. Only now the caller hears of it.
+3. Records and pins of the old blocks are deleted, and then their slots are free.
+
+Killed before 1 is done the epoch is the old one or the new one; after that it is the new one. Old
+records that 3 did not get to name another epoch: recovery drops them.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ Growing asks first whether the machine has it; the tier then takes it as it need
 sets the limit at once, so that nothing is allocated beyond it, and empties what is too much in the
 background: callers wait for it as long as they like. A later call replaces an earlier one. A
 daemon that is started with less disk than the one before does the same from its start on.
+
+Nothing of a capacity is durable: the next start has the configured one. What a crash leaves of the
+work under way is in `disk_shrinker`; memory is gone with the process.
 """
 
 from __future__ import annotations

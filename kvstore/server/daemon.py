@@ -55,6 +55,7 @@ from kvstore.server.reading import CarefulServer
 from kvstore.server.sockets import BootSocket
 from kvstore.syncpoint import arm_from_environment
 from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk_directory import make_directory
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.pool_directory import remove_stale_pools
 from kvstore.tiers.throttled import Throttled
@@ -128,7 +129,7 @@ def _lock_state(state: Path) -> int:
         ConfigError: another daemon holds it, or it is unusable.
     """
     try:
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(state.absolute())
         fd = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"state: {error.filename or state}: {error.strerror}") from error
@@ -167,7 +168,7 @@ def _disk_capacity(config: ServeConfig) -> int:
     assert config.disk is not None
     if config.disk_capacity is not None:
         return config.disk_capacity
-    config.disk.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_directory(config.disk.absolute())
     stat = os.statvfs(config.disk)
     # Segments that are there already are not free space, but they are ours.
     ours = sum(f.stat().st_size for f in config.disk.glob("seg-*.kvs"))

@@ -13,7 +13,8 @@ from unittest.mock import patch
 
 from crash_life import Life
 
-from kvstore.engine import assembly, flusher
+from kvstore.engine import assembly
+from kvstore.engine.disk_records import DiskRecords, record_of
 from kvstore.engine.disk_room import Deletes
 from kvstore.engine.flusher import Flusher
 from kvstore.index import Block
@@ -72,18 +73,18 @@ def _segments_without_headers(_: Life) -> None:
 
 def _acknowledged_before_commit(_: Life) -> None:
     """Every third group counts as durable although nothing was committed."""
-    commit = Flusher._commit
+    commit = DiskRecords.commit
     groups = 0
 
-    async def forgetful(flusher: Flusher, records: Any, deletes: Any) -> bool:
+    async def forgetful(durable: DiskRecords, records: Any, deletes: Any) -> bool:
         nonlocal groups
         groups += bool(records)
         if records and groups % 3 == 0:
-            flusher._deletes.failed(deletes)
+            durable.deletes.failed(deletes)
             return True
-        return await commit(flusher, records, deletes)
+        return await commit(durable, records, deletes)
 
-    patch.object(Flusher, "_commit", forgetful).start()
+    patch.object(DiskRecords, "commit", forgetful).start()
 
 
 def _epoch_in_memory(_: Life) -> None:
@@ -116,12 +117,11 @@ def _leaked_slots(_: Life) -> None:
 
 def _record_of_another_slot(_: Life) -> None:
     """Two records may name one slot."""
-    real = flusher.record_of
 
     def wrong(block: Block, slot: Slot) -> Any:
-        return real(block, Slot(slot.group, slot.index // 2 * 2))
+        return record_of(block, Slot(slot.group, slot.index // 2 * 2))
 
-    patch.object(flusher, "record_of", wrong).start()
+    patch("kvstore.engine.flusher.record_of", wrong).start()
 
 
 MUTANTS: Final[dict[str, Callable[[Life], None]]] = {

@@ -235,6 +235,53 @@ def test_an_epoch_bumped_but_not_committed_is_not_lost(tmp_path: Path) -> None:
         store.close()
 
 
+def start(path: Path) -> None:
+    store, _ = MetaStore.open_or_reset(path)
+    try:
+        store.mark_open()
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("name", ["epochs", "index.mdb/seal"])
+def test_a_directory_in_a_files_place_is_named_and_costs_nothing(tmp_path: Path, name: str) -> None:
+    fill(tmp_path, 100)
+    path = tmp_path / name
+    before = path.read_bytes()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(StoreDamaged) as caught:
+        start(tmp_path)
+    assert str(caught.value) == f"{path}: Is a directory"
+    path.rmdir()
+    path.write_bytes(before)
+    store, note = MetaStore.open_or_reset(tmp_path)
+    assert (note, len(store.load_blocks(STORE).records)) == (None, 75)
+    store.close()
+    assert not [entry for entry in tmp_path.iterdir() if ".damaged-" in entry.name]
+
+
+def test_a_walk_whose_parent_was_killed_never_writes_to_the_next_ones_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, 100)
+    (tmp_path / "index.mdb/seal").unlink()
+    (tmp_path / "index.mdb.copy-left").mkdir()
+    targets: list[Path] = []
+
+    def killed(path: Path, timeout_s: float, target: Path | None = None) -> CheckResult:
+        assert target is not None
+        targets.append(target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lmdb_recovery, "check_in_child", killed)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            MetaStore.open_or_reset(tmp_path)
+    assert targets[0] != targets[1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["epochs", "index.mdb"]
+
+
 def test_a_missing_epochs_file_is_written_again_from_an_intact_index(tmp_path: Path) -> None:
     store = MetaStore.open(tmp_path)
     space_id = store.put_space(SPEC).space_id

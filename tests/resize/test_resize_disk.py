@@ -311,7 +311,7 @@ def test_a_block_touched_while_it_moves_is_recorded_at_its_new_place(make_world:
         # The records of the new places are on their way to LMDB; the LRU order is saved now.
         blocks = [world.block(key) for one in keys for key in one]
         world.engine.index.touch(blocks)
-        saving = asyncio.create_task(flusher.save_touches(blocks))
+        saving = asyncio.create_task(flusher.records.save_touches(blocks))
         await asyncio.sleep(0.02)
         store.go.set()
         await saving

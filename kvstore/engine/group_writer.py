@@ -1,0 +1,78 @@
+"""Groups of blocks on their way to the disk: their bytes, durable but not recorded yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from kvstore.syncpoint import reach
+from kvstore.tiers.base import Outcome, Slot, Transfer
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from kvstore.engine.digester import Digester
+    from kvstore.engine.verifier import Verifier
+    from kvstore.index import Block
+    from kvstore.space import BlockShape
+    from kvstore.tiers.disk import DiskTier
+    from kvstore.tiers.host import HostTier
+
+__all__ = ["GROUP_BYTES", "Group", "GroupWriter", "group_limit"]
+
+GROUP_BYTES: Final = 64 << 20
+_GROUP_BLOCKS: Final = 256
+
+
+def group_limit(shape: BlockShape) -> int:
+    """Return how many blocks a group has at most."""
+    return max(1, min(_GROUP_BLOCKS, GROUP_BYTES // shape.block_bytes))
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """Blocks of one shape, parents before children.
+
+    Attributes:
+        blocks: whose host copies are held.
+        slots: where they go.
+        predecessor: the group before, whose commit comes first.
+        outcomes: of writing them; only what is OK is durable.
+    """
+
+    blocks: list[Block]
+    slots: list[Slot]
+    predecessor: asyncio.Task[None] | None
+    outcomes: list[Outcome] = field(default_factory=list)
+
+
+class GroupWriter:
+    """Writes groups."""
+
+    def __init__(
+        self, host: HostTier, disk: DiskTier, digester: Digester, verifier: Verifier
+    ) -> None:
+        """Compose."""
+        self._host = host
+        self._disk = disk
+        self._digester = digester
+        self._verifier = verifier
+
+    async def write(self, group: Group) -> list[Outcome]:
+        """Write a group's blocks and make them durable; return how each went.
+
+        Raises:
+            TierError: some of them may not be durable.
+        """
+        await self._digester.digest(group.blocks)
+        await self._verifier.wait_for(group.blocks)
+        transfers = [
+            Transfer(slot, self._host.views(b.host), b.space.spec.shard_bytes)
+            for b, slot in zip(group.blocks, group.slots, strict=True)
+            if b.host is not None
+        ]
+        outcomes = await self._disk.write(transfers)
+        reach("flush.written")
+        await self._disk.sync()
+        reach("flush.synced")
+        return outcomes

@@ -35,8 +35,9 @@ test: model ## Run every test, real vLLM engines included (about 15 minutes)
 test-fast: venv ## Run the tests that need no vLLM
 	@$(BIN)/python -m pytest -m "not vllm" $(ARGS)
 
-crashtest: venv ## Kill the store N times (300), at named points and at random; SEED=... repeats a run
-	@PYTHONPATH=$(CURDIR) $(BIN)/python tests/crash/crashtest.py --kills $(N) $(if $(SEED),--seed $(SEED))
+crashtest: venv ## Kill the store N times (300), cut its power and damage it N/10 times; SEED=... repeats a run
+	@PYTHONPATH=$(CURDIR) $(BIN)/python tests/crash/crashtest.py --kills $(N) \
+		--power-losses $$(($(N) / 10)) --damages $$(($(N) / 10)) $(if $(SEED),--seed $(SEED))
 
 soak: venv ## Load a daemon for MINUTES=10, report into SOAK=build/soak whether anything grew
 	@$(BIN)/python tests/soak/soak.py --minutes $(MINUTES) --out $(SOAK) --command "make soak MINUTES=$(MINUTES)" $(ARGS)

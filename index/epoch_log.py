@@ -11,7 +11,8 @@ Layout: 56-byte entries, little endian, one after the other. The last one of a s
 An entry whose space id is all zero is a floor: no space's epoch is below it. The file is created
 with floor 1, so that its absence next to an index is noticed. When entries are damaged, or the
 file is missing, and LMDB cannot say what they held, the floor is raised to the Unix time: above
-any number that bumps, one by one, can have reached.
+any number that bumps, one by one, can have reached. That happens before whatever LMDB lost is out of
+sight, so that a crash in between does not make both look whole.
 
 Append protocol
   1. Write the entry at the end of the last whole entry: a torn tail is overwritten.
@@ -72,6 +73,7 @@ class EpochLog:
 
     Attributes:
         damaged: entries that were skipped.
+        missing: there was no file; `create`, or the first entry, makes it.
     """
 
     def __init__(self, path: Path, epochs: dict[bytes, int], size: int) -> None:
@@ -80,20 +82,21 @@ class EpochLog:
         self._epochs = epochs
         self._size = size
         self.damaged = 0
+        self.missing = False
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Read the file, or create it.
+        """Read the file, if there is one. Nothing is changed.
 
         Raises:
             FormatVersionError: an intact entry is of another version.
-            OSError: it cannot be read or created.
+            OSError: it cannot be read.
         """
         try:
             data = path.read_bytes()
         except FileNotFoundError:
             log = cls(path, {}, 0)
-            log.append(_EVERY_SPACE, 1)
+            log.missing = True
             return log
         epochs: dict[bytes, int] = {}
         damaged = 0
@@ -116,12 +119,23 @@ class EpochLog:
         """Return the space's epoch as far as this file knows; at least 1."""
         return max(1, self._epochs.get(_EVERY_SPACE, 1), self._epochs.get(space_id, 1))
 
+    def create(self) -> None:
+        """Make the file if there is none.
+
+        Raises:
+            OSError: it is not made.
+        """
+        if not self._size:
+            self.append(_EVERY_SPACE, 1)
+
     def append(self, space_id: bytes, epoch: int) -> None:
         """Record a space's epoch durably.
 
         Raises:
             OSError: it is not recorded.
         """
+        if space_id != _EVERY_SPACE:
+            self.create()
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, self._size)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import FormatVersionError
 from kvstore.index.epoch_log import sync_directory
@@ -24,6 +24,9 @@ from kvstore.index.lmdb_check import CheckResult
 from kvstore.index.lmdb_file import DATA_NAME
 from kvstore.index.records import FORMAT_VERSION
 from kvstore.syncpoint import reach
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["ENV_NAME", "CheckResult", "check_in_child", "put_aside", "renew"]
 
@@ -74,8 +77,13 @@ def check_in_child(path: Path, timeout_s: float, target: Path | None = None) -> 
     return CheckResult(**answer)
 
 
-def renew(path: Path, timeout_s: float) -> str | None:
+def renew(path: Path, timeout_s: float, before_loss: Callable[[], None]) -> str | None:
     """Replace a state directory's environment by a copy of its intact records.
+
+    Args:
+        path: the state directory.
+        timeout_s: for the walk.
+        before_loss: called when something is lost, before that is out of sight.
 
     Returns:
         One line about what was lost, None if nothing was.
@@ -93,11 +101,14 @@ def renew(path: Path, timeout_s: float) -> str | None:
     try:
         result = check_in_child(path, timeout_s, copy)
         if result.copied:
+            if not result.ok:
+                before_loss()
             return _exchange(path, directory, copy, result)
     finally:
         shutil.rmtree(copy, ignore_errors=True)
     if result.ok:
         return None  # there was no room for a copy, and the file can be walked
+    before_loss()
     return f"{directory}: {result.reason}; starting empty, the old index is {put_aside(path)}"
 
 

@@ -126,10 +126,10 @@ class MetaStore:
             StoreDamaged: LMDB cannot open what is there, or the file is cut short.
         """
         _check_directory(path)
-        return cls._open(path, False, *_open_epochs(path))
+        return cls._open(path, False, _open_epochs(path))
 
     @classmethod
-    def _open(cls, path: Path, lost: bool, epochs: EpochLog, no_epochs: bool) -> Self:
+    def _open(cls, path: Path, lost: bool, epochs: EpochLog) -> Self:
         directory = path / ENV_NAME
         new = not (directory / DATA_NAME).exists()
         try:
@@ -138,7 +138,7 @@ class MetaStore:
             store = cls(path, was_clean, epochs)
             if not was_clean:
                 store._env.check_size()
-            store._prepare(new, lost, no_epochs)
+            store._prepare(new, lost)
             if new:
                 sync_directory(directory)
                 sync_directory(path)
@@ -170,15 +170,16 @@ class MetaStore:
         try:
             if (directory / DATA_NAME).exists() and not seal_holds(directory):
                 clean = False
-                note = renew(path, timeout_s)
+                note = renew(path, timeout_s, lambda: _raise_floor(epochs))
             try:
-                store = cls._open(path, note is not None, *epochs)
+                store = cls._open(path, note is not None, epochs)
             except StoreDamaged as error:
                 if error.errno in _DEVICE_ERRORS:
                     raise
                 clean = False
+                _raise_floor(epochs)
                 note = f"{error}; starting empty, the old index is {put_aside(path)}"
-                store = cls._open(path, True, *epochs)
+                store = cls._open(path, True, epochs)
         except OSError as error:
             raise _failed(directory, error) from error
         store.was_clean = clean
@@ -353,7 +354,7 @@ class MetaStore:
             self._env.write(records.blocks_database(store_id), commit)
             reach("blocks.committed")
 
-    def _prepare(self, new: bool, lost: bool, no_epochs: bool) -> None:
+    def _prepare(self, new: bool, lost: bool) -> None:
         """Check the format, read the spaces, bring both copies of the epochs together."""
         path = str(self._directory)
         try:
@@ -372,9 +373,9 @@ class MetaStore:
                         self.damaged += 1
                 # If both LMDB and the epochs file lost something, no small epoch is safe any
                 # more, not even of a space that is here: its record may be an old one.
-                lost = lost or self.damaged > 0
-                if (self._epochs.damaged and (new or lost)) or (no_epochs and lost):
-                    self._epochs.raise_floor(int(time.time()))
+                if lost or self.damaged or (new and self._epochs.damaged):
+                    _raise_floor(self._epochs)
+                self._epochs.create()
                 for record in list(self._spaces.values()):
                     epoch = self._epochs.epoch(record.space_id)
                     if epoch < record.epoch:
@@ -418,17 +419,22 @@ def _failed(path: Path, error: OSError) -> StoreDamaged:
     return StoreDamaged(str(name), error.strerror or error, error.errno or 0)
 
 
-def _open_epochs(path: Path) -> tuple[EpochLog, bool]:
-    """Open the epochs file of a state directory; return it, and whether it had to be created.
+def _raise_floor(epochs: EpochLog) -> None:
+    """LMDB lost something: if the epochs file did, too, no small epoch is safe any more."""
+    if epochs.damaged or epochs.missing:
+        epochs.raise_floor(int(time.time()))
+
+
+def _open_epochs(path: Path) -> EpochLog:
+    """Read the epochs file of a state directory.
 
     Raises:
         FormatVersionError: it is of another release.
-        StoreDamaged: it cannot be read, or created.
+        StoreDamaged: it cannot be read.
     """
     file = path / _EPOCHS_NAME
-    missing = not file.exists()
     try:
-        return EpochLog.open(file), missing
+        return EpochLog.open(file)
     except OSError as error:
         raise _failed(file, error) from error
 

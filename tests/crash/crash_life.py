@@ -259,7 +259,8 @@ class Life(World):
             for pinned, value in list(self.oracle.pins[name].items()):
                 block = space.blocks.get(bytes.fromhex(pinned))
                 if block is None:
-                    del self.oracle.pins[name][pinned]
+                    # A pin goes with its block; it was in memory only, perhaps.
+                    self.tell("pinning", name, [pinned])
                 elif value == YES and not block.pinned_until:
                     self.problem("lost", f"the pin of {pinned} in {name}")
                 elif value == NO and block.pinned_until:

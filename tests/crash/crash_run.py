@@ -57,6 +57,7 @@ class Findings:
         checks: starts after which everything was compared.
         served: blocks whose bytes were compared.
         acknowledged: of those, the ones that had to be there.
+        damages: which files were damaged, and how.
         kept: directories of lives that had problems.
         refusals: what was damaged where a life refused to start, and its line.
     """
@@ -66,6 +67,7 @@ class Findings:
     checks: int = 0
     served: int = 0
     acknowledged: int = 0
+    damages: Counter[str] = field(default_factory=Counter)
     kept: list[Path] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
 
@@ -313,7 +315,8 @@ class Line:
                 self.findings.add("failed", self._about(f"it ended by itself with {code}"))
         self._read_log(log, task)
         if self.findings.problem_count > before:
-            self.retire(keep=True)
+            # What was broken on purpose needs no looking at.
+            self.retire(keep=not self.prepare)
             self._make()
         return where
 

@@ -1,6 +1,6 @@
 """Kill the store again and again, at named points and at random, and look at what is left.
 
-Usage: crashtest.py [--kills N | --each-point] [--seed SEED]
+Usage: crashtest.py [--kills N] [--power-losses N] [--damages N] [--each-point] [--seed SEED]
 
 Exit code 0: no wrong byte, no acknowledged block lost, no leak. Otherwise 1, with the seed.
 """
@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 # Threads of a numerical library would not survive a fork.
@@ -58,7 +57,8 @@ def crash(kills: int, seed: int, findings: Findings) -> None:
         order = list(POINTS)
         line.random.shuffle(order)
         points = itertools.cycle(order)
-        while (done := findings.kills.total()) < kills:
+        begun = findings.kills.total()
+        while (done := findings.kills.total() - begun) < kills:
             if done % 2 and done < kills - 1:
                 line.kill_at(
                     next(points), 1 if done < 3 * len(POINTS) else line.random.choice(HITS)
@@ -82,20 +82,17 @@ def lose_power(times: int, seed: int, findings: Findings) -> None:
         line.close()
 
 
-def damage(times: int, seed: int, findings: Findings) -> Counter[str]:
-    """Damage a file of the stopped store so often; return which, and how."""
-    done: Counter[str] = Counter()
+def damage(times: int, seed: int, findings: Findings) -> None:
+    """Damage a file of the stopped store so often, each kind in turn."""
     with Line(seed, findings) as line:
         choices = [(how, kind) for how in DAMAGES for kind in FILES]
         line.random.shuffle(choices)
         for how, kind in itertools.islice(itertools.cycle(choices), times):
-            what = line.stop_and_damage(how, kind)
-            if what:
-                done[f"{kind} {how}"] += 1
+            if line.stop_and_damage(how, kind):
+                findings.damages[f"{kind} {how}"] += 1
             if line.worn:
                 line.close()
                 line.renew()
-    return done
 
 
 def break_on_purpose(mutant: str, lives: int, seed: int, findings: Findings) -> None:
@@ -135,20 +132,22 @@ def report(findings: Findings, seed: int, seconds: float) -> int:
         f"{findings.served} blocks, {findings.acknowledged} of them acknowledged"
     )
     print(f"{counts}{f', {others} other failures' if others else ''}")
+    if findings.damages:
+        print(f"{findings.damages.total()} damages: {', '.join(sorted(findings.damages))}")
     for what, line in findings.refusals.items():
-        print(f"refused: {what}: {line}")
+        print(f"refused to start: {what}: {line}")
     for path in findings.kept:
         print(f"left as it was: {path}")
     if findings.problems:
-        print(f"seed {seed}: make crashtest SEED={seed} N={findings.kills.total()}")
+        print(f"seed {seed}: the same options with --seed {seed} (make crashtest SEED={seed})")
     return 1 if findings.problems else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=300)
-    parser.add_argument("--power-losses", type=int, default=0)
-    parser.add_argument("--damages", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=0, help="at named points and at any time")
+    parser.add_argument("--power-losses", type=int, default=0, help="what is not synced may go")
+    parser.add_argument("--damages", type=int, default=0, help="of files, while it is stopped")
     parser.add_argument("--mutant", choices=MUTANTS, help="break one step on purpose")
     parser.add_argument("--each-point", action="store_true", help="one kill at each named point")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
@@ -171,16 +170,17 @@ def main() -> int:
 
 def run(options: argparse.Namespace, findings: Findings) -> None:
     """Do what the options say."""
+    if options.mutant:
+        break_on_purpose(options.mutant, options.kills, options.seed, findings)
+        return
     if options.each_point:
         crash_everywhere(options.seed, findings)
-    elif options.mutant:
-        break_on_purpose(options.mutant, options.kills, options.seed, findings)
-    elif options.damages:
-        damage(options.damages, options.seed, findings)
-    elif options.power_losses:
-        lose_power(options.power_losses, options.seed, findings)
-    else:
+    if options.kills:
         crash(options.kills, options.seed, findings)
+    if options.power_losses:
+        lose_power(options.power_losses, options.seed, findings)
+    if options.damages:
+        damage(options.damages, options.seed, findings)
 
 
 if __name__ == "__main__":

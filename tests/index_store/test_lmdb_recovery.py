@@ -224,6 +224,31 @@ def test_with_both_copies_of_an_epoch_gone_it_jumps_instead_of_starting_over(
     store.close()
 
 
+def test_killed_once_the_loss_is_out_of_sight_an_epoch_still_jumps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MetaStore.open(tmp_path)
+    space_id = store.put_space(SPEC).space_id
+    assert [store.bump_epoch(space_id) for _ in range(3)] == [2, 3, 4]
+    store.close()
+    (tmp_path / DATA).write_bytes(b"no LMDB file at all" * 1000)
+    (tmp_path / "epochs").unlink()
+    before = int(time.time())
+
+    def killed(path: Path) -> str:
+        (path / "index.mdb").rename(path / "index.mdb.damaged-1")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lmdb_recovery, "put_aside", killed)
+        with pytest.raises(KeyboardInterrupt):
+            MetaStore.open_or_reset(tmp_path)
+    store, note = MetaStore.open_or_reset(tmp_path)
+    assert note is None
+    assert store.put_space(SPEC).epoch >= before
+    store.close()
+
+
 def test_an_epoch_bumped_but_not_committed_is_not_lost(tmp_path: Path) -> None:
     store = MetaStore.open(tmp_path)
     space_id = store.put_space(SPEC).space_id

@@ -6,7 +6,7 @@ import time
 from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,9 +34,17 @@ class UsageCounts:
 
     def add(self, other: UsageCounts) -> None:
         """Add another count to this one; sums end at what the wire can carry."""
-        for field in fields(self):
-            total = getattr(self, field.name) + getattr(other, field.name)
-            setattr(self, field.name, min(total, _MAX_COUNT))
+        for name in _USAGE:
+            total = getattr(self, name) + getattr(other, name)
+            setattr(self, name, min(total, _MAX_COUNT))
+
+    def values(self) -> dict[str, Any]:
+        """Return the counts by name."""
+        return {name: getattr(self, name) for name in _USAGE}
+
+
+# There is one of these per space: looking the names up each time would take longer than adding.
+_USAGE = tuple(field.name for field in fields(UsageCounts))
 
 
 @dataclass(frozen=True, slots=True)

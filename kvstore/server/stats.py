@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import kvstore
@@ -44,7 +43,7 @@ def _fitting(messages: Iterable[_Item], limit_bytes: int) -> list[_Item]:
 
 
 def _usage(counts: UsageCounts) -> pb.Usage:
-    return pb.Usage(**asdict(counts))
+    return pb.Usage(**counts.values())
 
 
 def space_infos(engine: Engine) -> list[pb.SpaceInfo]:

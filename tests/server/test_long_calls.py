@@ -152,6 +152,13 @@ def test_a_run_is_one_chain_also_over_the_wire(daemon: Any) -> None:
         mixed = Keys(theirs[:2].packed + mine[2:].packed, 16)
         assert space.lookup(mixed).blocks == 2
         assert np.array_equal(space.get(mixed), blocks[::-1][:2])
+        # Nor is it said to be there when it is stored: another chain has the key.
+        assert space.put(mixed, blocks) == 2
+        commits = space.reserve(1, deadline_s=5.0).result(30)
+        outcome = client.attachment.commit(
+            space, commits.owner_id, commits.id, None, commits.slots, mixed[2:3], [theirs[1]]
+        )
+        assert set(outcome.result(30)) == {CommitOutcome.KEY_MISMATCH}
     with Client(address, map_memory=False) as client:
         space = client.open_space(spec)
         assert len(space.get(crossed)) == 0

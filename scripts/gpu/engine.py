@@ -128,6 +128,16 @@ class Engine:
         gaps = [late - early for early, late in itertools.pairwise(steps)]
         return {"ms": [gap for gap in gaps if gap > 0.5]}
 
+    def do_tails(self, seed: int, tokens: int, tail: int) -> dict[str, Any]:
+        """Two prompts that differ in everything but their last tokens."""
+        one, other = self._prompts(seed, 2, tokens)
+        other = other[:-tail] + one[-tail:]
+        return {"tokens": [self._only([prompt]) for prompt in (one, other)]}
+
+    def _only(self, prompts: list[list[int]]) -> list[int]:
+        (found,) = self._run(prompts, 32).values()
+        return list(found["tokens"])
+
     def do_reset(self) -> dict[str, Any]:
         """Empty the engine's own cache; what is found afterwards comes from outside."""
         for turn in range(_RESET_TRIES):

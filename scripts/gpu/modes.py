@@ -15,6 +15,8 @@ from typing import Any
 
 from kvstore.cli.child import Child, ChildDaemon
 
+ENGINE = Path(__file__).with_name("engine.py")
+
 _GIB = 1 << 30
 
 LLAMA_8B: dict[str, Any] = {
@@ -60,12 +62,14 @@ class Mode:
         connector: none, native, native_fs, lmcache, lmcache_disk, pegaflow or ours.
         serve: further options of our daemon; only for ours.
         extra: further connector settings; only for ours.
+        files: where a peer may keep files.
     """
 
     name: str
     connector: str
     serve: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    files: Path = Path("/nonexistent")
 
 
 class Host:
@@ -101,8 +105,8 @@ class Host:
                 extra: dict[str, Any] = {"cpu_bytes_to_use": self._pool}
                 name = "OffloadingConnector"
             case "native_fs":
-                files = self.directory / "fs"
-                files.mkdir(exist_ok=True)
+                files = self.mode.files
+                files.mkdir(parents=True, exist_ok=True)
                 extra = {
                     "cpu_bytes_to_use": self._pool,
                     "spec_name": "TieringOffloadingSpec",
@@ -145,8 +149,8 @@ class Host:
                 "LMCACHE_MAX_LOCAL_CPU_SIZE": str(self._pool / _GIB),
             }
         if self.mode.connector == "lmcache_disk":
-            files = self.directory / "disk"
-            files.mkdir(exist_ok=True)
+            files = self.mode.files
+            files.mkdir(parents=True, exist_ok=True)
             common |= {
                 "LMCACHE_LOCAL_DISK": f"file://{files}/",
                 "LMCACHE_MAX_LOCAL_DISK_SIZE": str(3 * self._pool / _GIB),
@@ -160,6 +164,7 @@ class Host:
         if self._server is not None:
             self._server.stop(timeout_s=10)
         shutil.rmtree(self.directory, ignore_errors=True)
+        shutil.rmtree(self.mode.files, ignore_errors=True)
 
 
 def start(
@@ -174,7 +179,7 @@ def start(
     }
     child = Child(
         host.mode.name,
-        [sys.executable, str(Path(__file__).with_name("engine.py"))],
+        [sys.executable, str(ENGINE)],
         host.directory.parent / f"{host.mode.name}.log",
         {**host.environment(), **environment},
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +27,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     yield load
     for name in set(sys.modules) - known:
-        if name in {"compare", "modes", "verdict", "engine"}:
+        if name in {"compare", "correct", "fleet", "modes", "verdict"}:
             del sys.modules[name]
 
 
@@ -48,7 +50,9 @@ def test_every_mode_has_a_transfer_configuration(
     monkeypatch.setattr(modes, "Child", lambda *_: None)
     names = {}
     for connector in ("none", "native", "native_fs", "lmcache", "lmcache_disk", "pegaflow"):
-        host = modes.Host(modes.Mode(connector, connector), tmp_path, 2 << 30)
+        host = modes.Host(
+            modes.Mode(connector, connector, files=tmp_path / "files"), tmp_path, 2 << 30
+        )
         transfer = host.transfer()
         names[connector] = None if transfer is None else transfer["kv_connector"]
         assert host.environment()["PYTHONHASHSEED"] == "0"
@@ -109,3 +113,39 @@ def test_the_verdict_knows_wrong_tokens_and_leaks(scripts: Any) -> None:
     assert within["tokens of the storm right"] is False
     assert within["no lease left after the storm"] is True
     assert within["GPU memory zero after the end"] is False
+
+
+def test_a_whole_comparison_with_stand_in_engines(
+    scripts: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every part writes what the verdict reads; daemons are real, engines are not."""
+    compare, modes, correct = scripts("compare"), scripts("modes"), scripts("correct")
+    monkeypatch.setattr(modes, "ENGINE", Path(__file__).with_name("fake_engine.py"))
+    for module in (compare, correct):
+        monkeypatch.setattr(module, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(correct, "random_model", modes.write_config)
+    with tempfile.TemporaryDirectory(prefix="kvb-") as name:
+        scratch = Path(name)
+        out = scratch / "result.json"
+        arguments = [
+            *("--out", str(out), "--disk", str(scratch / "disk"), "--count", "3"),
+            *("--part", "vllm", "--part", "correct", "--mode", "none", "--mode", "ours"),
+            *("--turns", "2", "--tokens", "1000", "--pool-gib", "0.1", "--capacity", "64MiB"),
+        ]
+        monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
+        assert compare.main() == 0, capsys.readouterr()
+        result = json.loads(out.read_text())
+    parts = result["parts"]
+    assert "failed" not in parts
+    assert parts["ttft"]["ours"]["warm_0"]["p50"] == 5.0
+    assert parts["ttft"]["none"]["warm_0"]["invalid"] == "only 0 of 2850 tokens were found"
+    assert parts["ttft"]["ours"]["own_hit"]["p50"] == 4.0
+    assert parts["cost"]["ours"]["itl_mean_ratio"] == 1.1
+    # The stand-in of a new engine knows nothing: the row says so.
+    assert "invalid" in parts["restart"]["ours"]["new_engine"]
+    rows = {what: within for what, _, _, within in scripts("verdict").rows(result)}
+    assert rows["warm TTFT beyond its own GPU hit, ms"] is True
+    assert rows["inter-token latency, cache on over off"] is False
+    assert rows["tokens equal to a hit in the engine's cache"] is True
+    assert rows["tokens of the storm right"] is True
+    assert rows["warm TTFT, p50, over PegaFlow's"] is None

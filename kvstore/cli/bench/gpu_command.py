@@ -62,7 +62,7 @@ def gpu(
     ] = 5,
     only: Annotated[
         list[Leg] | None,
-        typer.Option("--only", metavar="LEG", help="raw, host, pool or disk; repeatable."),
+        typer.Option("--only", metavar="LEG", help="raw, host, pool or disk; repeatable. All."),
     ] = None,
     layout: Annotated[
         list[Layout] | None,
@@ -71,7 +71,9 @@ def gpu(
     shard: Annotated[
         list[str] | None,
         typer.Option(
-            "--shard", metavar="SIZE", help=f"Size of a stored block; repeatable. {_SHARDS}"
+            "--shard",
+            metavar="SIZE",
+            help=f"Size of a stored block; repeatable. {', '.join(_SHARDS)}.",
         ),
     ] = None,
     size: Annotated[str, typer.Option(metavar="SIZE", help="Most bytes to move at once.")] = "1GiB",

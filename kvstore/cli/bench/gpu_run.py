@@ -57,6 +57,8 @@ def _options(plan: Plan, case: Case, directory: Path) -> list[str]:
         options += ["--disk-capacity", str(2 * case.moved_bytes + 64 * MIB)]
     if Leg.POOL in plan.legs:
         options += ["--gpu-pool", str(2 * case.moved_bytes + 64 * MIB)]
+    if Leg.POOL in plan.legs and Leg.DISK in plan.legs:
+        options += ["--gpu-io", "cufile"]  # also where cuFile reads through host memory itself
     return options
 
 

@@ -24,7 +24,15 @@ from kvstore.client import Client
 from kvstore.keys import Keys
 from kvstore.units import KIB, MIB, format_bytes
 
-__all__ = ["RawCopies", "disk_leg", "host_leg", "pool_leg", "raw_leg", "warm_up"]
+__all__ = [
+    "RawCopies",
+    "disk_leg",
+    "disk_to_pool_leg",
+    "host_leg",
+    "pool_leg",
+    "raw_leg",
+    "warm_up",
+]
 
 _WAIT_S: Final = 120.0
 _GPU, _HOST = 1, 2
@@ -194,17 +202,58 @@ def pool_leg(engine: FakeEngine, raw: RawCopies, rounds: int) -> list[Figure]:
     ]
 
 
+def _only_on_disk(engine: FakeEngine, client: Client, keys: Keys, *memory: str) -> None:
+    done = client.flush(_WAIT_S)
+    if not done.done:
+        raise ChildError(f"flush left {done.skipped} blocks")
+    for tier in memory:
+        engine.space.evict(tier=tier)
+    settle()
+    if set(engine.space.lookup(keys).tiers) != {"disk"}:
+        raise ChildError("blocks are still in memory")
+
+
+def _stored(engine: FakeEngine) -> Keys:
+    engine.space.evict()
+    engine.cache.refresh()
+    keys = engine.new_keys()
+    engine.store(keys)
+    return keys
+
+
 def disk_leg(
-    engine: FakeEngine,
-    client: Client,
-    directory: Path,
-    machine: Machine,
-    rounds: int,
-    *,
-    threads: int,
-    to_pool: bool,
+    engine: FakeEngine, client: Client, directory: Path, rounds: int, threads: int
 ) -> list[Figure]:
-    """Measure loads of blocks that are on disk alone.
+    """Measure loads of blocks that are on disk alone, through host memory.
+
+    Args:
+        engine: warmed up.
+        client: of the daemon.
+        directory: of the disk tier.
+        rounds: how often.
+        threads: of the disk tier.
+    """
+    size = engine.case.moved_bytes
+    loads, reads = [], []
+    # One piece more than the bytes need: each file's last call takes one of its own.
+    disk = RawDisk(threads, pieces(touched(size // _READ_BYTES + _MOST_FILES, _READ_BYTES)))
+    try:
+        for _ in range(rounds):
+            keys = _stored(engine)
+            _only_on_disk(engine, client, keys, "host")
+            loads.append(engine.load_growing(keys).call)
+            engine.check("load from disk through host memory")
+            reads.append(disk.read_seconds(segment_files(directory, size // MIB * MIB)))
+    finally:
+        disk.close()
+    name = _name("disk to host to GPU", engine)
+    return [rate(name, size, loads, reads, "O_DIRECT reads", _target(engine, 0.9))]
+
+
+def disk_to_pool_leg(
+    engine: FakeEngine, client: Client, directory: Path, machine: Machine, rounds: int
+) -> list[Figure]:
+    """Measure moves of blocks that are on disk alone into the GPU pool, by cuFile.
 
     Args:
         engine: warmed up.
@@ -212,71 +261,23 @@ def disk_leg(
         directory: of the disk tier.
         machine: the device.
         rounds: how often.
-        threads: of the disk tier.
-        to_pool: whether there is a GPU pool to read into.
     """
     size = engine.case.moved_bytes
-    through_host, reads, through_pool, kvikio_reads = [], [], [], []
-    # One piece more than the bytes need: each file's last call takes one of its own.
-    disk = RawDisk(threads, pieces(touched(size // _READ_BYTES + _MOST_FILES, _READ_BYTES)))
-    direct = KvikioFiles.open(machine) if to_pool else None
-
-    def only_on_disk(keys: Keys) -> None:
-        done = client.flush(_WAIT_S)
-        if not done.done:
-            raise ChildError(f"flush left {done.skipped} blocks")
-        if to_pool:
-            engine.space.evict(tier="gpu")
-        engine.space.evict(tier="host")
-        settle()
-        if set(engine.space.lookup(keys).tiers) != {"disk"}:
-            raise ChildError("blocks are still in memory")
-
+    moves, reads = [], []
+    plain = KvikioFiles.open(machine)
     try:
         for _ in range(rounds):
-            engine.space.evict()
-            engine.cache.refresh()
-            keys = engine.new_keys()
-            engine.store(keys)
-            only_on_disk(keys)
-            through_host.append(engine.load_growing(keys).call)
-            engine.check("load from disk through host memory")
-            files = segment_files(directory, size // MIB * MIB)
-            reads.append(disk.read_seconds(files))
-            if direct is None:
-                continue
-            only_on_disk(keys)
+            keys = _stored(engine)
+            _only_on_disk(engine, client, keys, "gpu", "host")
             begin = time.perf_counter()
             promoted = engine.space.prefetch(keys, tier="gpu", deadline_s=_WAIT_S).wait()
-            through_pool.append(time.perf_counter() - begin)
+            moves.append(time.perf_counter() - begin)
             if promoted != len(keys):
                 raise ChildError(f"only {promoted} of {len(keys)} blocks came into the GPU pool")
             engine.load(keys, _GPU)
             engine.check("load from disk through the GPU pool")
-            kvikio_reads.append(direct.read_seconds(files))
+            reads.append(plain.read_seconds(segment_files(directory, size // MIB * MIB)))
     finally:
-        disk.close()
-        if direct is not None:
-            direct.close()
-    figures = [
-        rate(
-            _name("disk to host to GPU", engine),
-            size,
-            through_host,
-            reads,
-            "O_DIRECT reads",
-            _target(engine, 0.9),
-        )
-    ]
-    if direct is not None:
-        figures.append(
-            rate(
-                _name("disk to GPU pool", engine),
-                size,
-                through_pool,
-                kvikio_reads,
-                direct.description,
-                _target(engine, 0.9),
-            )
-        )
-    return figures
+        plain.close()
+    name = _name("disk to GPU pool", engine)
+    return [rate(name, size, moves, reads, plain.description, _target(engine, 0.9))]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +13,7 @@ from kvstore.cli.bench.figure import Figure
 from kvstore.cli.bench.gpu_legs import (
     RawCopies,
     disk_leg,
+    disk_to_pool_leg,
     host_leg,
     pool_leg,
     raw_leg,
@@ -48,17 +50,17 @@ class Kit:
     pinned: Callable[[Any], bool]
 
 
-def _options(plan: Plan, case: Case, directory: Path) -> list[str]:
+def _options(case: Case, directory: Path, legs: Collection[Leg], *, pool: bool) -> list[str]:
     chains = _POOL_CHAINS * case.moved_bytes
     options = ["--host-pool", str(chains + 256 * MIB), "--write-policy", "evict"]
     options += ["--lease-cap", str(chains), "--grant-cap", str(chains)]
-    if Leg.DISK in plan.legs:
+    if Leg.DISK in legs:
         options += ["--disk", str(directory / "disk"), "--io-threads", str(_IO_THREADS)]
         options += ["--disk-capacity", str(2 * case.moved_bytes + 64 * MIB)]
-    if Leg.POOL in plan.legs:
+    if pool:
         options += ["--gpu-pool", str(2 * case.moved_bytes + 64 * MIB)]
-    if Leg.POOL in plan.legs and Leg.DISK in plan.legs:
-        options += ["--gpu-io", "cufile"]  # also where cuFile reads through host memory itself
+        # Also where cuFile reads through host memory itself.
+        options += ["--gpu-io", "cufile"]
     return options
 
 
@@ -81,35 +83,44 @@ def measure(plan: Plan, kit: Kit, directory: Path, say: Callable[[str], None]) -
     if not set(plan.legs) - {Leg.RAW}:
         return
     for turn, shard in enumerate(plan.shards):
-        scratch = directory / str(turn)  # short: a socket's path has little room
-        scratch.mkdir()
-        options = _options(plan, plan.case(plan.layouts[0], shard), scratch)
-        with ChildDaemon(scratch, options) as daemon, kit.client_of(daemon.address) as client:
-            for layout in plan.layouts:
-                say(f"measuring: {layout}, {format_bytes(shard)}")
-                yield from _case(plan, kit, client, scratch, raw, plan.case(layout, shard))
+        # Use moves blocks into a GPU pool: what is measured without one gets a daemon without.
+        for pool in (False, True):
+            if not set(plan.legs) & ({Leg.POOL} if pool else {Leg.HOST, Leg.DISK}):
+                continue
+            scratch = directory / f"{turn}{'p' if pool else 'h'}"  # a socket's path must be short
+            scratch.mkdir()
+            options = _options(plan.case(plan.layouts[0], shard), scratch, plan.legs, pool=pool)
+            with ChildDaemon(scratch, options) as daemon, kit.client_of(daemon.address) as client:
+                for layout in plan.layouts:
+                    say(f"measuring: {layout}, {format_bytes(shard)}{', pool' if pool else ''}")
+                    case = plan.case(layout, shard)
+                    yield from _case(plan, kit, client, scratch, raw, case, pool=pool)
+            shutil.rmtree(scratch)
 
 
 def _case(
-    plan: Plan, kit: Kit, client: Client, scratch: Path, raw: RawCopies, case: Case
+    plan: Plan,
+    kit: Kit,
+    client: Client,
+    scratch: Path,
+    raw: RawCopies,
+    case: Case,
+    *,
+    pool: bool,
 ) -> Iterator[Figure]:
     engine = FakeEngine(client, kit.machine, case, kit.copier_of)
+    disk = scratch / "disk"
     try:
         warm_up(engine, _POOL_CHAINS, kit.pinned)
-        if Leg.HOST in plan.legs:
-            yield from host_leg(engine, raw, plan.rounds)
-        if Leg.POOL in plan.legs:
+        if pool:
             yield from pool_leg(engine, raw, plan.rounds)
-        if Leg.DISK in plan.legs:
-            yield from disk_leg(
-                engine,
-                client,
-                scratch / "disk",
-                kit.machine,
-                plan.rounds,
-                threads=_IO_THREADS,
-                to_pool=Leg.POOL in plan.legs,
-            )
+            if Leg.DISK in plan.legs:
+                yield from disk_to_pool_leg(engine, client, disk, kit.machine, plan.rounds)
+        else:
+            if Leg.HOST in plan.legs:
+                yield from host_leg(engine, raw, plan.rounds)
+            if Leg.DISK in plan.legs:
+                yield from disk_leg(engine, client, disk, plan.rounds, _IO_THREADS)
         engine.space.evict()
     finally:
         engine.close()

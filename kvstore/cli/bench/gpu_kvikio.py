@@ -48,6 +48,7 @@ class KvikioFiles:
         """
         try:
             import kvikio
+            import kvikio.defaults
         except ImportError as error:
             raise ChildError(f"kvikio cannot be measured: {error}") from error
         return cls(kvikio, machine)

@@ -43,6 +43,7 @@ _ROUNDS = 3
 # Stores that are under way when a request ends are given so long.
 _SETTLE_S = 2.0
 _DECODE_TURNS = 5
+_AWAIT_S = 90.0
 _RESTARTED = 4  # prompts after a restart: files of that size are all that a peer must write
 # Blocks in memory, the first four side by side; then those whose point is what survives.
 _MEMORY = ("none", "pegaflow", "ours", "ours_pool", "native", "lmcache")
@@ -77,12 +78,15 @@ def part_vllm(run: Run) -> None:
         others = [mode for mode in first if mode.name != "ours"]
         with hosts(run, others) as started, Fleet(run, model, _big(run)) as fleet:
             fleet.start([*started, *kept])
+            _await(run)
             _ttft(run, fleet, [*started, *kept])
             fleet.stop([name for name in fleet.names if name != "ours"])
             if "ours" in fleet.names:
                 with run.step("cost"):
                     _cost(run, fleet)
             fleet.stop()
+        if arguments.waves < 2:
+            return
         with hosts(run, second) as left:
             if left:
                 with Fleet(run, model, _big(run)) as fleet:
@@ -96,6 +100,13 @@ def part_vllm(run: Run) -> None:
                 with run.step("restart"), Fleet(run, model, _big(run)) as fleet:
                     fleet.start(again)
                     _restart(run, fleet, again)
+
+
+def _await(run: Run) -> None:
+    """Wait for somebody else who uses the GPU: engines may start meanwhile, not be measured."""
+    file, deadline = run.arguments.after, time.monotonic() + _AWAIT_S
+    while file is not None and not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
 def _ttft(run: Run, fleet: Fleet, started: Sequence[Host]) -> None:
@@ -294,6 +305,8 @@ def main() -> int:
     parser.add_argument("--disk", type=Path, required=True, help="directory for disk tiers")
     parser.add_argument("--part", action="append", choices=list(PARTS))
     parser.add_argument("--mode", action="append", help="only these engines")
+    parser.add_argument("--after", type=Path, help="measure nothing before this file is there")
+    parser.add_argument("--waves", type=int, default=3, help="of vllm: 1 leaves out the others")
     parser.add_argument("--no-restart", action="store_true")
     parser.add_argument("--capacity", default="14GiB", help="of our disk tier")
     parser.add_argument("--prompt", type=int, default=1544, help="tokens of correct's prompts")

@@ -91,7 +91,9 @@ def measured_daemon(
             options += ["--disk", str(scratch / "disk"), "--disk-capacity", str(disk_bytes)]
             options += ["--write-policy", policy]
         daemon = stack.enter_context(ChildDaemon(scratch, options))
-        client = stack.enter_context(Client(daemon.address, name="kvstore replay"))
+        client = stack.enter_context(
+            Client(daemon.address, name="kvstore replay", timeout_s=_REQUEST_SECONDS)
+        )
         spec = SpaceSpec(
             model="replay", dtype="opaque", block_tokens=block_tokens, shard_bytes=(block_bytes,)
         )

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         Recommendation,
         Request,
         SizeResult,
-        Trace,
         TraceSpace,
     )
 
@@ -114,7 +113,7 @@ def _generate(requests: int, seed: int) -> int:
     return 0
 
 
-def _model(trace: Trace, cost: CostModel, policy: str, token_bytes: int) -> dict[str, Any]:
+def _model(cost: CostModel, policy: str, token_bytes: int) -> dict[str, Any]:
     return {
         "token_bytes": token_bytes,
         "write_policy": policy,
@@ -334,7 +333,7 @@ def replay(
                 "tokens": first.tokens,
                 "span_seconds": first.span_seconds,
             },
-            "model": _model(opened, cost, policy.value, per_token),
+            "model": _model(cost, policy.value, per_token),
             "sizes": [result.as_json() for result in results],
             "recommendation": None if chosen is None else _recommended(chosen),
             "measured": measured,

@@ -43,12 +43,12 @@ def test_a_daemon_records_and_the_replay_hits_what_it_hit(
     rows = np.zeros((40, 65536), np.uint8)
     long, short = (kvstore.chain_keys(np.arange(n * 16), 16) for n in (40, 12))
     other = kvstore.chain_keys(np.arange(1, 161), 16)
-    with kvstore.Client(daemon.address) as client:
+    with kvstore.Client(daemon.address, timeout_s=60) as client:
         space = client.open_space(SPEC)
         hits = []
         for keys in (short, long, other, long[:30], other):
-            hits.append(space.get(keys, rows))
-            space.put(keys, rows[: len(keys)])
+            hits.append(space.get(keys, rows, timeout_s=60))
+            space.put(keys, rows[: len(keys)], timeout_s=60)
         assert space.lookup(other).blocks == 10
     assert daemon.stop() == 0
     assert hits == [0, 12, 0, 30, 10]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import io
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,21 +13,22 @@ from typing import Any
 
 import pytest
 
+from kvstore.cli.app import main
 from kvstore.replay import TraceFormat, open_trace, synthetic_lines
 
 CHATS = Path(__file__).parent / "chats.jsonl"
 
 
 def run(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvstore", "replay", *arguments],
-        input=given,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "COLUMNS": "80"},
-    )
+    """Run the command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    before, sys.stdin = sys.stdin, io.StringIO(given)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(["replay", *arguments])
+    finally:
+        sys.stdin = before
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def run_json(*arguments: str, given: str = "") -> Any:

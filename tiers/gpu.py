@@ -411,20 +411,9 @@ class GpuTier(Tier):
         self, copier: ThreadPoolExecutor, transfers: Sequence[Transfer], *, to_pool: bool
     ) -> list[Outcome]:
         """Copy on every device at once; all blocks of a batch share its outcome."""
-        for transfer in transfers:
-            group = self._group(transfer.slot.group)
-            group.check_taken([transfer.slot.index])
-            check_fits(transfer, group.info.shape)
+        pieces = self._pieces(transfers)
         if self._failed:
             return [Outcome.IO_ERROR] * len(transfers)
-        pieces = [DevicePieces() for _ in self.devices]
-        for transfer in transfers:
-            slabs = self._groups[transfer.slot.group].info.slabs
-            addresses = self.addresses(transfer.slot)
-            for slab, address, buffer, length in zip(
-                slabs, addresses, transfer.buffers, transfer.lengths, strict=True
-            ):
-                pieces[slab.device].add(address, buffer, length)
         loop = asyncio.get_running_loop()
         copies = [
             loop.run_in_executor(copier, move, device, part, to_pool)
@@ -445,6 +434,23 @@ class GpuTier(Tier):
         else:
             self.copied_out_bytes += moved
         return [Outcome.OK] * len(transfers)
+
+    def _pieces(self, transfers: Sequence[Transfer]) -> list[DevicePieces]:
+        """Check a batch and return it by device. On the loop: a few microseconds a block."""
+        by_group: dict[int, list[Transfer]] = {}
+        for transfer in transfers:
+            by_group.setdefault(transfer.slot.group, []).append(transfer)
+        for number, members in by_group.items():
+            group = self._group(number)
+            group.check_taken(list({transfer.slot.index for transfer in members}))
+            for transfer in members:
+                check_fits(transfer, group.info.shape)
+        pieces = [DevicePieces() for _ in self.devices]
+        for number, members in by_group.items():
+            for slab in self._groups[number].info.slabs:
+                base = self.devices[slab.device].address + slab.offset
+                pieces[slab.device].add(base, slab.slot_bytes, slab.shard, members)
+        return pieces
 
     def _fail(self, error: BaseException) -> None:
         if not self._failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import addressof, c_char
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,13 +32,27 @@ class DevicePieces:
         self.host: list[int] = []
         self.lengths: list[int] = []
 
-    def add(self, address: int, buffer: memoryview, length: int) -> None:
-        """Add the counted bytes of a shard; nothing is added for none."""
-        if length:
-            host = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-            self.device.append(address)
-            self.host.append(host)
-            self.lengths.append(length)
+    def add(self, base: int, slot_bytes: int, shard: int, transfers: Sequence[Transfer]) -> None:
+        """Add the counted bytes of one shard of some blocks; nothing is added for none.
+
+        Args:
+            base: device address of slot 0.
+            slot_bytes: bytes of a slot.
+            shard: which one.
+            transfers: of blocks in slots of one slab.
+        """
+        counted = [t for t in transfers if t.lengths[shard]]
+        self.device += [base + t.slot.index * slot_bytes for t in counted]
+        self.host += [_address(t.buffers[shard]) for t in counted]
+        self.lengths += [t.lengths[shard] for t in counted]
+
+
+def _address(buffer: memoryview) -> int:
+    try:
+        return addressof(c_char.from_buffer(buffer))
+    except TypeError:  # read-only: rare, and three times as slow
+        address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+        return address
 
 
 def move(device: GpuDevice, pieces: DevicePieces, to_pool: bool) -> None:

@@ -13,6 +13,7 @@ This is the one module that does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -33,8 +34,9 @@ __all__ = ["KvikioEngine"]
 
 _log = logging.getLogger(__name__)
 
-# Transfers whose tasks kvikio's threads share; each waits for its own.
-_WAITERS: Final = 4
+# Transfers whose tasks kvikio's threads share; each waits for its own, and has what has arrived
+# checked by the caller.
+_WAITERS: Final = 8
 # The library's defaults are one thread and 4 MiB.
 _THREADS: Final = 8
 _TASK_BYTES: Final = 4 * MIB
@@ -73,7 +75,7 @@ class KvikioEngine(IoEngine):
         """
         try:
             kvikio = await asyncio.to_thread(_load)
-            kvikio.defaults.set({"num_threads": self._thread_count, "task_size": self._task_bytes})
+            _configure(kvikio, self._thread_count, self._task_bytes)
             self._name = "cufile-gds" if _direct(kvikio) else "cufile-compat"
         except Exception as error:
             # The boundary to a library that raises what it likes, and fails in many ways.
@@ -214,6 +216,16 @@ def _load() -> ModuleType:
 
     module: ModuleType = kvikio
     return module
+
+
+def _configure(kvikio: Any, threads: int, task_bytes: int) -> None:
+    """Set the library up; it has one set of settings for the whole process."""
+    kvikio.defaults.set({"num_threads": threads, "task_size": task_bytes})
+    for setting in ("auto_direct_io_read", "auto_direct_io_write"):
+        # In compat mode: not through the page cache, which would keep what passes, outside of any
+        # limit. Early releases do not know these.
+        with contextlib.suppress(KeyError, ValueError):
+            kvikio.defaults.set({setting: True})
 
 
 def _direct(kvikio: Any) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from importlib.util import find_spec
 
+import pytest
 from engine_world import Player, World
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -12,6 +15,7 @@ from test_engine_machine import DISK, HOST, EngineMachine, chains, lengths
 
 from kvstore.tiers.base import TierName
 from kvstore.tiers.faulty import Faulty
+from kvstore.tiers.gpu_device import GpuDevice
 from kvstore.tiers.simulated_device import SimulatedDevice
 
 GPU = 8
@@ -32,9 +36,12 @@ class GpuMachine(EngineMachine):
             flush_on_commit=policy == "through",
             wrap=Faulty,
             gpu_blocks=GPU,
-            gpu_devices=lambda: [SimulatedDevice(n) for n in range(devices)],
+            gpu_devices=lambda: self.devices(devices),
         )
         self.run(self._start())
+
+    def devices(self, count: int) -> Sequence[GpuDevice]:
+        return [SimulatedDevice(n) for n in range(count)]
 
     def player(self, who: int) -> Player:
         player = super().player(who)
@@ -95,3 +102,20 @@ TestGpuMachine.settings = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
+
+
+class RealGpuMachine(GpuMachine):
+    """The same, with real DMA."""
+
+    def devices(self, count: int) -> Sequence[GpuDevice]:
+        from kvstore.tiers.cuda_device import cuda_devices
+
+        return cuda_devices(["0"])
+
+
+TestRealGpuMachine = pytest.mark.gpu(
+    pytest.mark.skipif(find_spec("cupy") is None, reason="there is no CuPy")(
+        RealGpuMachine.TestCase
+    )
+)
+TestRealGpuMachine.settings = TestGpuMachine.settings

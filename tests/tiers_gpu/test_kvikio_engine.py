@@ -75,7 +75,12 @@ def test_bytes_land_in_device_memory(stub: KvikioStub, tmp_path: Path) -> None:
     async def story() -> list[int]:
         engine = KvikioEngine(3, task_bytes=1 << 20)
         await engine.open()
-        assert stub.settings == {"num_threads": 3, "task_size": 1 << 20}
+        assert stub.settings == {
+            "num_threads": 3,
+            "task_size": 1 << 20,
+            "auto_direct_io_read": True,
+            "auto_direct_io_write": True,
+        }
         assert engine.name == "cufile-gds"
         pieces = [DeviceBuffer(device.address + at, 4096) for at in (65536, 0)]
         request = IoRequest(file, 4096, tuple(pieces))

@@ -62,6 +62,8 @@ def resize(
     A smaller tier keeps what was used last. Ends with 1 when the time was up before it fits; the
     daemon goes on by itself.
     """
+    if tier == "gpu":
+        raise InvalidRequest("tier", "the gpu pool keeps its size; restart with --gpu-pool")
     if tier not in ("host", "disk"):
         raise InvalidRequest("tier", f"{tier!r} is not host or disk")
     with connect(address) as client:

@@ -132,7 +132,8 @@ def evict(
     tokens: TokensOption = None,
     everything: AllOption = False,
     tier: Annotated[
-        str | None, typer.Option("--tier", help="Only from host or disk; every tier without it.")
+        str | None,
+        typer.Option("--tier", help="Only from gpu, host or disk; every tier without it."),
     ] = None,
     address: AddressOption = None,
     as_json: JsonOption = False,
@@ -157,20 +158,21 @@ def prefetch(
     wait: Annotated[
         str, typer.Option("--wait", metavar="DURATION", help="How long to wait for them.")
     ] = "30s",
+    tier: Annotated[str, typer.Option("--tier", help="host, or gpu for the GPU pool.")] = "host",
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring a chain of blocks from disk into host memory."""
+    """Bring a chain of blocks from disk into host memory, or to the GPU."""
     wait_s = parse_seconds(wait)
     with connect(address) as client:
         opened = find_space(client, space)
         chain = chosen_keys(keys, tokens, False, opened.spec)
         assert chain is not None
-        ticket = opened.prefetch(chain, tier="host", deadline_s=wait_s)
+        ticket = opened.prefetch(chain, tier=tier, deadline_s=wait_s)
         blocks = ticket.wait(wait_s)
     _report(
         as_json,
-        f"{blocks} of {len(chain)} blocks are in memory now",
+        f"{blocks} of {len(chain)} blocks are in {'memory' if tier == 'host' else tier} now",
         blocks=blocks,
         keys=len(chain),
     )

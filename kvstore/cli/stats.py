@@ -134,6 +134,21 @@ def _budget(tiers: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def _gpu(tiers: list[dict[str, Any]]) -> list[str]:
+    """Say where the GPU pool is and how blocks come to it from disk."""
+    lines = []
+    for tier in tiers:
+        if tier["tier"] == "gpu":
+            devices = ", ".join(
+                f"{device['name']} {format_bytes(device['capacity_bytes'])}"
+                for device in tier["devices"]
+            )
+            way = tier["io_engine"]
+            by = "through host memory" if way == "host" else f"by {way}"
+            lines.append(f"gpu pool: {devices}; from disk {by}\n")
+    return lines
+
+
 def stats(address: AddressOption = None, as_json: JsonOption = False) -> None:
     """Show tiers, spaces, hits, misses, clients and times."""
     with connect(address) as client:
@@ -146,7 +161,7 @@ def stats(address: AddressOption = None, as_json: JsonOption = False) -> None:
         out.print(line, markup=False)
     print()
     out.print(_tier_table(values["tiers"]))
-    for line in _budget(values["tiers"]):
+    for line in (*_gpu(values["tiers"]), *_budget(values["tiers"])):
         out.print(line, markup=False)
     if values["spaces"]:
         out.print(_space_table(values["spaces"]))

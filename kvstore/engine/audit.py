@@ -33,7 +33,7 @@ __all__ = ["audit"]
 
 async def audit(engine: Engine) -> list[str]:
     """Return one line for each thing that does not fit; an empty list if everything does."""
-    problems = list(_host_problems(engine))
+    problems = [*_host_problems(engine), *_gpu_problems(engine)]
     if engine.disk is not None:
         found = await asyncio.to_thread(engine.store.load_blocks, engine.disk.store_id)
         if found.damaged:
@@ -63,6 +63,20 @@ def _host_problems(engine: Engine) -> Iterator[str]:
     used = engine.host.usage().used_bytes
     if used != owned_bytes:
         yield f"host: {used} bytes are taken, {owned_bytes} have an owner"
+
+
+def _gpu_problems(engine: Engine) -> Iterator[str]:
+    if engine.gpu is None:
+        return
+    owners = Counter(block.gpu for block in _blocks(engine) if block.gpu is not None)
+    yield from (f"gpu slot {slot} has {n} owners" for slot, n in owners.items() if n > 1)
+    owned = sum(b.space.shape.block_bytes for b in _blocks(engine) if b.gpu is not None)
+    used = engine.gpu.usage().used_bytes
+    if used != owned:
+        yield f"gpu: {used} bytes are taken, {owned} have an owner"
+    for block in _blocks(engine):
+        if block.gpu is not None and block.host is None and block.disk is None:
+            yield f"{block} has a GPU copy only"
 
 
 def _disk_problems(engine: Engine, disk: DiskTier) -> Iterator[str]:

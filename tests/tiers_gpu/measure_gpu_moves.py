@@ -149,8 +149,8 @@ async def through_host(
     say(f"{label}: posix, host, gpu, checked", total / await best(2, all_of_it) / 1e9, "GB/s")
 
 
-async def moves(directory: Path) -> None:
-    """Prefetches by a whole engine: each leg, and both after each other."""
+async def moves(directory: Path, *, cufile: bool) -> None:
+    """Prefetches by a whole engine: each leg, and from disk to the GPU by one of the ways."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
     from engine_world import World, chain, spec_of
 
@@ -166,6 +166,7 @@ async def moves(directory: Path) -> None:
         gpu_blocks=2 * count,
         block_bytes=block,
         gpu_devices=lambda: cuda_devices(["0"]),
+        gpu_engine=KvikioEngine if cufile else None,
     )
     async with world.boot():
         world.space = space = await world.engine.open_space(spec_of("wide", (block,)))
@@ -197,14 +198,18 @@ async def moves(directory: Path) -> None:
             rates["host to gpu"].append(await prefetch(TierName.GPU))
             await away(TierName.GPU, TierName.HOST)
             rates["disk to gpu"].append(await prefetch(TierName.GPU))
+        reader = world.engine.gpu_reader
+        way = "through host" if reader is None else f"by {reader.name}"
+        where = f"{directory.name}, {way}"
         for name, found in rates.items():
-            say(f"prefetch {name}, 2 MiB blocks, best of 3", max(found), "GB/s")
+            say(f"{where}: prefetch {name}", max(found), "GB/s")
         say(
-            "  disk to gpu, of disk to host", max(rates["disk to gpu"]) / max(rates["disk to host"])
+            f"{where}: disk to gpu, of disk to host",
+            max(rates["disk to gpu"]) / max(rates["disk to host"]),
         )
         lease, answer = player.acquire(keys, space=space)
         check(
-            "what came up is right",
+            f"{where}: what came up is right",
             right=player.reads_right(keys[:64], answer.slots.slots[:64], space)
             and set(answer.tiers) == {TierName.GPU},
         )
@@ -218,7 +223,8 @@ def main() -> int:
     options = parser.parse_args()
     for directory in options.directories:
         asyncio.run(disk(directory, directory.name))
-        asyncio.run(moves(directory))
+        for cufile in (False, True):
+            asyncio.run(moves(directory, cufile=cufile))
     if options.json:
         options.json.write_text(json.dumps({"command": sys.argv, "figures": FIGURES}, indent=1))
     print("failed:", FAILED or "nothing")

@@ -88,7 +88,7 @@ def test_a_bump_during_a_flush(make_world: Make) -> None:
         player = world.player()
         keys = chain("flushing", 6)
         await player.put(keys, step=6)
-        await asyncio.wait_for(world.disk.stalled.wait(), 5)
+        await asyncio.wait_for(world.disk.stalled.wait(), 60)
         flush = asyncio.create_task(world.engine.flush(5.0))
         await asyncio.sleep(0)
         await _bump(world)
@@ -128,7 +128,7 @@ def test_a_bump_between_commit_and_index_leaves_no_record_of_a_slot_in_use(
 
         store.commit_blocks = slow
         await player.put(keys, step=4)
-        await asyncio.wait_for(entered.wait(), 5)
+        await asyncio.wait_for(entered.wait(), 60)
         bump = asyncio.create_task(_bump(world))
         await asyncio.sleep(0.01)
         # The bump's own record waits behind the group's; both go through now.

@@ -281,7 +281,7 @@ def test_flush_covers_what_was_committed_before_it_and_nothing_that_comes_after(
         before, after = chain("before", 4), chain("after", 4)
         await player.put(before)
         flush = asyncio.create_task(world.engine.flush(5))
-        await asyncio.wait_for(world.disk.stalled.wait(), 5)
+        await asyncio.wait_for(world.disk.stalled.wait(), 60)
         await player.put(after)
         world.disk.plan.clear()
         world.disk.resume()
@@ -428,7 +428,7 @@ def test_a_stop_just_when_work_comes_up_is_not_forgotten(make_world: Make) -> No
         for _ in range(20):
             await asyncio.sleep(0)
             flusher.wake()
-            await asyncio.wait_for(flusher.stop(), 2)
+            await asyncio.wait_for(flusher.stop(), 60)
             flusher.start()
 
     make_world().run(story)

@@ -297,11 +297,11 @@ def test_a_ticket_is_joined_cancelled_and_forgotten(make_world: Make) -> None:
         waiting = asyncio.create_task(tickets.prefetch(world.space, keys, 7, 0.0, 0, 30.0))
         await until(lambda: world.disk.reads)
         tickets.cancel(7)
-        blocks, done, _ = await asyncio.wait_for(waiting, 1)
+        blocks, done, _ = await asyncio.wait_for(waiting, 60)
         assert (blocks, done) == (0, True)
         assert len(tickets) == 0
         late = asyncio.create_task(tickets.prefetch(world.space, keys, 8, 0.1, 0, 30.0))
-        blocks, done, miss = await asyncio.wait_for(late, 5)
+        blocks, done, miss = await asyncio.wait_for(late, 60)
         assert (blocks, done, miss.reason) == (0, True, MissReason.DEADLINE)
         world.disk.closed = False
         while world.disk.reads:
@@ -324,7 +324,7 @@ def test_a_stop_in_the_middle_of_a_read_waits_for_it(make_world: Make) -> None:
         await player.put(keys)
         await world.evict_host()
         lease, _ = player.acquire(keys, deadline=30)
-        await asyncio.wait_for(world.disk.stalled.wait(), 5)
+        await asyncio.wait_for(world.disk.stalled.wait(), 60)
         promoter = world.engine.promoter
         assert promoter is not None
         stop = asyncio.create_task(promoter.stop())

@@ -123,7 +123,7 @@ def test_dirty_blocks_are_waited_for_not_lost(make_world: Make) -> None:
         player = world.player()
         keys = chain("dirty", 8)
         await player.put(keys, step=8)
-        await asyncio.wait_for(world.disk.stalled.wait(), 5)
+        await asyncio.wait_for(world.disk.stalled.wait(), 60)
         assert (await player.reserve(1, deadline=0.05))[2] is Shortage.BUSY
         assert world.tiers(keys) == "h" * 8
         waiting = asyncio.create_task(player.reserve(2, deadline=10))
@@ -257,7 +257,7 @@ def test_four_clients_on_a_tiny_pool_and_a_small_disk_never_hang(make_world: Mak
                 assert stored >= 0
             player.detach()
 
-        await asyncio.wait_for(asyncio.gather(*(client(n) for n in range(4))), 30)
+        await asyncio.wait_for(asyncio.gather(*(client(n) for n in range(4))), 60)
         await world.settle()
         check(world.engine, quiet=True)
         assert not world.engine.leases.count

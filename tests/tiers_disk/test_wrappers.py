@@ -105,7 +105,7 @@ def test_a_stalled_call_waits_until_it_is_resumed(tmp_path: Path) -> None:
         assert await tier.write(written) == [OK]
         tier.plan = [Fault(FaultKind.STALL, "read", call=0)]
         reading = asyncio.ensure_future(tier.read(blank(written)))
-        await asyncio.wait_for(tier.stalled.wait(), 10)
+        await asyncio.wait_for(tier.stalled.wait(), 60)
         assert await tier.read(blank(written)) == [OK]  # others go on
         assert not reading.done()
         tier.resume()

@@ -33,13 +33,16 @@ PAGEABLE: Final = 0
 PINNED: Final = 1
 DEVICE: Final = 2
 
-# Pinned at once: 0.7 ms; and the share of the time that pinning may take from the engine's launches.
+# Pinned at once: 0.7 ms.
 _PIN_BYTES: Final = 16 * MIB
-_PIN_DUTY: Final = 0.25
 
 
 class Pins(Protocol):
     """Whoever pins memory for a GPU. Called from any thread, never twice at once for a slab."""
+
+    @property
+    def duty(self) -> float:
+        """Share of the time that pinning may take from whoever launches work on the GPU."""
 
     def pin(self, address: int, length: int) -> bool:
         """Pin a range; return whether it is pinned. Must not raise."""
@@ -101,7 +104,7 @@ class MappedSlab:
                 return
             self._pinned.append((pins, address))
             self.pinned_slots += count
-            pause((time.monotonic() - began) * (1 / _PIN_DUTY - 1))
+            pause((time.monotonic() - began) * (1 / pins.duty - 1))
 
     def close(self) -> bool:
         """Unpin and unmap; return False when views keep it mapped."""

@@ -27,12 +27,12 @@ _DUTY: Final = 0.5
 class Prefaulter:
     """A thread that fills slabs one by one."""
 
-    def __init__(self, fill: Callable[[int, int], None]) -> None:
+    def __init__(self, fill: Callable[[int, int], bool]) -> None:
         """Start nothing yet.
 
         Args:
             fill: maps and fills one slab (group, shard); blocks, without the GIL; does nothing
-                when the slab is gone.
+                when the slab is gone. Returns whether to rest afterwards.
         """
         self._fill = fill
         self._waiting: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
@@ -72,5 +72,5 @@ class Prefaulter:
     def _run(self) -> None:
         while (place := self._waiting.get()) is not None and not self._ended:
             began = time.monotonic()
-            self._fill(*place)
-            time.sleep((time.monotonic() - began) * (1 / _DUTY - 1))
+            if self._fill(*place):
+                time.sleep((time.monotonic() - began) * (1 / _DUTY - 1))

@@ -189,14 +189,19 @@ class SlabTable:
             self._prefaulter.used(group, shard, slab.mapping.length)
             return slab
 
-    def _fill(self, group: int, shard: int) -> None:
-        """Pin a slab or fill its page tables; counts as a copy, so it is not unmapped meanwhile."""
+    def _fill(self, group: int, shard: int) -> bool:
+        """Pin a slab or fill its page tables; counts as a copy, so it is not unmapped meanwhile.
+
+        Returns:
+            Whether it took its time without resting.
+        """
+        pins = self._pins
         try:
             self.use([group])
         except AttachmentLost:
-            return
+            return False
         try:
-            slab, pins = self.slab(group, shard), self._pins
+            slab = self.slab(group, shard)
             if pins is not None:
                 slab.pin(pins)
             elif not slab.device_uuid:
@@ -205,6 +210,7 @@ class SlabTable:
             _log.debug("slab %d of shard %d: %s", group, shard, error)
         finally:
             self.unuse([group])
+        return pins is None
 
     def addresses(self, slots: SlotArray, shard: int) -> NDArray[np.uint64]:
         """Return the address of each slot of a shard, shape (n,). Call between use and unuse.

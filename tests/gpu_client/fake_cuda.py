@@ -1,8 +1,8 @@
 """A GPU that is as late as it may be: streams of operations on host memory.
 
 Nothing submitted runs before somebody waits for it; then operations run one by one, in a random
-order that respects streams and events. What a missing wait would allow on a real GPU, happens
-here for some seed.
+order that respects streams and events, and that likes to run far ahead on one stream. What a
+missing wait would allow on a real GPU, happens here for some seed.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class FakeCuda:
         self.lock = threading.RLock()
         self.numbers = itertools.count(10)
         self.destroyed: set[int] = set()
+        self.favourite: deque[tuple[str, Any]] = deque()
 
     # Memory.
 
@@ -143,7 +144,9 @@ class FakeCuda:
         while not enough():
             ready = [queue for queue in self.streams.values() if queue and self._ready(queue[0])]
             assert ready, "everybody waits for somebody else"
-            kind, what = self.random.choice(ready).popleft()
+            if self.random.random() < 0.1 or not any(queue is self.favourite for queue in ready):
+                self.favourite = self.random.choice(ready)
+            kind, what = self.favourite.popleft()
             if kind == "call":
                 what()
             elif kind == "record":

@@ -37,6 +37,7 @@ class World:
     boot_id: bytes = BOOT
     alive: bool = True
     users: int = 0
+    inbound_blocks: int = 1 << 20
 
     def __post_init__(self) -> None:
         segments, length = SHAPES[self.route]
@@ -67,6 +68,7 @@ class World:
             multiprocessors=2,
             chunk_bytes=3 * self.geometry.block_bytes,
             bounce_chunk_bytes=2 * self.geometry.block_bytes,
+            inbound_bytes=self.inbound_blocks * self.geometry.block_bytes,
         )
 
     def slots(self, *indices: int) -> Any:
@@ -285,6 +287,40 @@ def test_a_busy_engine_waits_for_host_slots_but_not_for_slots_on_its_gpu(make: M
     assert device.load([1, 2, 3, 4], 0).early
     unpinned = make(Route.RING, reach=PAGEABLE)
     assert not unpinned.load([1, 2, 3, 4], 0, idle=True).early
+
+
+@ways
+@pytest.mark.parametrize("seed", range(3))
+def test_loads_beyond_what_the_gpu_takes_are_submitted_as_others_end(
+    make: Make, route: Route, seed: int
+) -> None:
+    world = make(route, seed, inbound_blocks=6)
+    for slot in range(8):
+        world.fill(slot, slot)
+    blocks = np.random.default_rng(seed).permutation(32).reshape(8, 4).tolist()
+    world.compute(list(range(32)), 77)
+    results = [world.load(blocks[i], i, idle=True) for i in range(8)]
+    # One alone may be early; no step is kept waiting for all of them.
+    assert [result.early for result in results] == [True] + [False] * 7
+    world.copier.settle()
+    for i, result in enumerate(results):
+        assert result.wait().all()
+        for j, block in enumerate(blocks[i]):
+            assert (world.cache[:, block] == pattern(i, j)).all()
+
+
+def test_a_load_within_the_gpu_does_not_wait_for_the_bus(make: Make) -> None:
+    world = make(Route.RING)
+    world.fill(0, 3)
+    world.fill(1, 4)
+    slow = world.load([1, 2, 3, 4], 0)
+    world.reach = DEVICE
+    near = world.load([5, 6, 7, 8], 1)
+    assert near.early
+    world.copier.settle()
+    assert near.landed == [True]
+    assert (world.cache[:, 5] == pattern(4, 0)).all()
+    assert slow.wait().all()
 
 
 @ways

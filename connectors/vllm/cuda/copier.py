@@ -1,8 +1,10 @@
 """Copies between a KV cache on a GPU and slots, ordered on the GPU.
 
-The engine's thread calls `load`, `store` and `reuse`; a copy is submitted in the call. Two threads
-wait for copies to end, one per direction, in the order of submission; a third one, made when it is
-needed, submits copies that the CPU must help with.
+The engine's thread calls `load`, `store` and `reuse`; a copy is submitted in the call, unless so much
+is on its way already that submitting would block: then a load is submitted when one before it has
+ended. Threads wait for copies to end, in the order of submission: one for loads from host slots, one
+for loads within the GPU's memory, one for stores; a fourth one submits copies that the CPU must help
+with.
 
 A load may be reported before its bytes are there (`landed` is given, the engine has nothing else to
 do, and little else is on its way): the compute stream then waits for it on the GPU, so the next
@@ -16,8 +18,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -27,7 +31,7 @@ from kvstore.attach.mapped import DEVICE, PAGEABLE
 from kvstore.connectors.vllm.copier import Lane, SlotRun
 from kvstore.connectors.vllm.cuda.pins import SlabPins
 from kvstore.connectors.vllm.cuda.pipe import Mover, Pipe, Runtime
-from kvstore.connectors.vllm.cuda.routes import Job, job_of, route_of
+from kvstore.connectors.vllm.cuda.routes import Job, Route, job_of, route_of
 from kvstore.connectors.vllm.geometry import Geometry
 from kvstore.connectors.vllm.guard import log_once
 from kvstore.connectors.vllm.store import Attachment, Held
@@ -35,12 +39,15 @@ from kvstore.errors import KVStoreError
 
 __all__ = ["CudaCopier", "make_copier"]
 
-# Of each buffer in the rings: large enough that submitting is cheap, small beside the memory.
-_CHUNK_BYTES: Final = 32 << 20
+# Of each buffer in the rings: large enough that submitting is cheap, and small beside the memory.
+_MOST_CHUNK_BYTES: Final = 64 << 20
+_LEAST_CHUNK_BYTES: Final = 8 << 20
+_CHUNK_SHARE: Final = 2048
 _BOUNCE_CHUNK_BYTES: Final = 8 << 20
-# A load is reported early only while no more than this is on its way: the compute stream, and
-# whoever comes next, waits for it (40 ms).
-_EARLY_BYTES: Final = 2 << 30
+# Loads that are submitted at a time (40 ms). More would fill the GPU's queues, where submitting
+# blocks; and a load is reported early only while no more than this is on its way, because the
+# compute stream, and whoever comes next, waits for it.
+_INBOUND_BYTES: Final = 2 << 30
 
 
 class Device(Runtime, Protocol):
@@ -84,8 +91,10 @@ class CudaCopier:
         *,
         device_number: int,
         multiprocessors: int,
-        chunk_bytes: int = _CHUNK_BYTES,
+        serving: Callable[[], None] = lambda: None,
+        chunk_bytes: int = _MOST_CHUNK_BYTES,
         bounce_chunk_bytes: int = _BOUNCE_CHUNK_BYTES,
+        inbound_bytes: int = _INBOUND_BYTES,
     ) -> None:
         """Take streams and buffers, compile kernels, start threads.
 
@@ -98,9 +107,13 @@ class CudaCopier:
             group_blocks: engine blocks per slot.
             device_number: of the GPU in this process.
             multiprocessors: it has so many.
-            chunk_bytes: of each of the four buffers on the GPU.
+            serving: called with each copy.
+            chunk_bytes: of each of the six buffers on the GPU.
             bounce_chunk_bytes: of each of those for what is not pinned.
+            inbound_bytes: loads that are submitted at a time.
         """
+        self._serving = serving
+        self._inbound_bytes = inbound_bytes
         self._device = device
         self._device_number = device_number
         self._geometry = geometry
@@ -109,35 +122,45 @@ class CudaCopier:
         self._group_blocks = group_blocks
         route = route_of(geometry, group_blocks)
 
-        def make_pipe(*, to_cache: bool, bounce: bool = False) -> Pipe:
+        def make_pipe(*, to_cache: bool, bounce: bool = False, here: bool = False) -> Pipe:
             return Pipe(
                 device,
                 make_mover,
                 geometry,
-                route,
+                Route.KERNEL if here else route,
                 to_cache=to_cache,
                 chunk_bytes=bounce_chunk_bytes if bounce else chunk_bytes,
                 device_programs=4 * multiprocessors,
                 bounce=bounce,
             )
 
-        self._make_pipe = make_pipe
         self._in: Final = make_pipe(to_cache=True)
+        self._near: Final = make_pipe(to_cache=True, here=True)
         self._out: Final = make_pipe(to_cache=False)
-        self._slow: dict[bool, Pipe] = {}
-        self._slow_lane: Lane | None = None
         self._loads: Final = Lane("kvstore-load", self._use_device)
+        self._near_loads: Final = Lane("kvstore-near", self._use_device)
         self._stores: Final = Lane("kvstore-store", self._use_device)
+        # Pinning takes seconds: the first copies may well need them.
+        self._slow: dict[bool, Pipe] = {}
+        self._slow_lane: Final = Lane("kvstore-bounce", self._use_device)
+        for to_cache in (True, False):
+            self._slow_lane.submit(partial(self._prepare_slowly, make_pipe, to_cache=to_cache))
         self._events: queue.SimpleQueue[int] = queue.SimpleQueue()
         # Which store reads a block, by number; the engine's thread alone writes it.
         self._reader = np.zeros(geometry.blocks, np.int64)
         self._numbers = 0
         self._guard = threading.Lock()
+        self._changed = threading.Condition(self._guard)
         self._storing: dict[int, _Flight] = {}
         self._early = 0
+        # Loads of host slots that are not submitted yet, in order, and bytes of those that are.
+        self._queue: deque[tuple[_Flight, Job]] = deque()
         self._inbound = 0
-        self._changed = threading.Condition(self._guard)
+        self._submitting = threading.Lock()
         self._closed = False
+
+    def _prepare_slowly(self, make_pipe: Callable[..., Pipe], *, to_cache: bool) -> None:
+        self._slow[to_cache] = make_pipe(to_cache=to_cache, bounce=True)
 
     def _use_device(self) -> None:
         self._device.set_device(self._device_number)
@@ -161,21 +184,28 @@ class CudaCopier:
         idle: bool = False,
     ) -> bool:
         """See `Copier.load`."""
+        self._serving()
         nothing = np.zeros(len(blocks), np.bool_)
         flight: _Flight | None = None
+        pipe, lane = self._in, self._loads
         try:
             flight = self._board(run)
             job = self._job(flight, blocks, run, skip)
-            flight.length = len(blocks) * self._geometry.block_bytes
-            with self._guard:
-                self._inbound += flight.length
             if (job.reach == PAGEABLE).any():
                 self._submit_slowly(flight, job, to_cache=True)
                 landed = None
+            elif (job.reach == DEVICE).all():
+                # Not behind those that are on the bus.
+                pipe, lane = self._near, self._near_loads
+                self._submit(pipe, flight, job, to_cache=True)
             else:
-                self._submit(self._in, flight, job, to_cache=True)
-                if landed is not None and not self._may_be_early(flight, run, job, idle=idle):
+                flight.length = len(blocks) * self._geometry.block_bytes
+                self._queue.append((flight, job))
+                self._submit_queued()
+                if not idle or not self._little(flight):
                     landed = None
+            if landed is not None and not self._intact(flight, run):
+                landed = None
         except Exception as error:  # noqa: BLE001 - the boundary: fail this load
             _tell("load", error)
             if flight is None:
@@ -189,17 +219,40 @@ class CudaCopier:
                 self._early += 1
             done(~nothing)
         places = (skip + np.arange(len(blocks))) // self._group_blocks
-        self._loads.submit(lambda: self._loaded(flight, run, places, done, landed))
+        lane.submit(lambda: self._loaded(pipe, flight, run, places, done, landed))
         return landed is not None
 
-    def _may_be_early(self, flight: _Flight, run: SlotRun, job: Job, *, idle: bool) -> bool:
-        """Return whether a load that was just submitted can be reported at once."""
+    def _submit_queued(self) -> None:
+        """Submit loads in their order, as many as the GPU's queues take without blocking."""
+        with self._submitting:
+            while True:
+                with self._guard:
+                    if not self._queue or self._inbound >= self._inbound_bytes:
+                        return
+                    flight, job = self._queue.popleft()
+                    self._inbound += flight.length
+                try:
+                    self._submit(self._in, flight, job, to_cache=True)
+                except Exception as error:  # noqa: BLE001 - the boundary: fail this load
+                    _tell("load", error)
+                    flight.failed = True
+                    flight.submitted.set()
+
+    def _little(self, flight: _Flight) -> bool:
+        """Return whether a load was submitted, and little else is on its way."""
         with self._guard:
-            much = self._inbound > _EARLY_BYTES
-        if (much or not idle) and not (job.reach == DEVICE).all():
-            return False
+            return flight.submitted.is_set() and (
+                self._inbound <= max(self._inbound_bytes, flight.length)
+            )
+
+    def _intact(self, flight: _Flight, run: SlotRun) -> bool:
+        """Return whether a load that was submitted can be reported at once."""
         # From here on nothing that stops this process delays the copy.
-        return self._granted(run) and bool(flight.held.current(self._shard).all())
+        return (
+            not flight.failed
+            and self._granted(run)
+            and bool(flight.held.current(self._shard).all())
+        )
 
     def _granted(self, run: SlotRun) -> bool:
         # A daemon that is gone raises no generation any more.
@@ -207,6 +260,7 @@ class CudaCopier:
 
     def _loaded(
         self,
+        pipe: Pipe,
         flight: _Flight,
         run: SlotRun,
         places: NDArray[np.int64],
@@ -215,8 +269,10 @@ class CudaCopier:
     ) -> None:
         """On the loads' thread: wait for a load, compare generations, say what is right."""
         right = np.zeros(len(places), np.bool_)
+        # Those before it have ended; now it is submitted, and the next one behind it.
+        self._submit_queued()
         try:
-            if self._arrived("load", self._in, flight):
+            if self._arrived("load", pipe, flight):
                 current = flight.held.current(self._shard)
                 # Reported early, it was checked against the daemon before; see `load`.
                 if landed is not None or self._granted(run):
@@ -233,6 +289,7 @@ class CudaCopier:
                 self._inbound -= flight.length
                 self._early -= landed is not None
                 self._changed.notify_all()
+            self._submit_queued()
 
     def settle(self) -> None:
         """Wait until every load that was reported early has said `landed`."""
@@ -243,6 +300,7 @@ class CudaCopier:
 
     def store(self, blocks: NDArray[np.int32], run: SlotRun, done: Callable[[bool], None]) -> None:
         """See `Copier.store`."""
+        self._serving()
         flat = blocks.ravel()
         flight: _Flight | None = None
         number = 0
@@ -330,15 +388,10 @@ class CudaCopier:
 
     def _submit_slowly(self, flight: _Flight, job: Job, *, to_cache: bool) -> None:
         """Let another thread submit, because the CPU must copy too."""
-        if self._slow_lane is None:
-            self._slow_lane = Lane("kvstore-bounce", self._use_device)
 
         def submit() -> None:
             try:
-                pipe = self._slow.get(to_cache)
-                if pipe is None:
-                    pipe = self._slow[to_cache] = self._make_pipe(to_cache=to_cache, bounce=True)
-                self._submit(pipe, flight, job, to_cache=to_cache)
+                self._submit(self._slow[to_cache], flight, job, to_cache=to_cache)
             except Exception as error:  # noqa: BLE001 - the thread's boundary: fail this copy
                 _tell("copy", error)
                 flight.failed = True
@@ -374,11 +427,9 @@ class CudaCopier:
         if self._closed:
             return
         self._closed = True
-        if self._slow_lane is not None:
-            self._slow_lane.close()
-        self._loads.close()
-        self._stores.close()
-        for pipe in (self._in, self._out, *self._slow.values()):
+        for lane in (self._slow_lane, self._near_loads, self._loads, self._stores):
+            lane.close()
+        for pipe in (self._in, self._near, self._out, *self._slow.values()):
             pipe.close()
         while not self._events.empty():
             self._device.event_destroy(self._events.get())
@@ -425,8 +476,11 @@ def make_copier(
     runtime = cudart()
     device = Torch(runtime.library)
     units = cut(geometry)
+    pins = SlabPins(device, number)
     with device.on_device(number):
         uuid = device.device_uuid(number)
+        _, memory = device.memory()
+        chunk_bytes = max(_LEAST_CHUNK_BYTES, min(_MOST_CHUNK_BYTES, memory // _CHUNK_SHARE))
         properties = torch.cuda.get_device_properties(number)
         copier = CudaCopier(
             device,
@@ -437,6 +491,8 @@ def make_copier(
             group_blocks,
             device_number=number,
             multiprocessors=int(properties.multi_processor_count),
+            serving=pins.serving,
+            chunk_bytes=chunk_bytes,
         )
-    attachment.use_devices([uuid], SlabPins(device, number))
+    attachment.use_devices([uuid], pins)
     return copier, uuid

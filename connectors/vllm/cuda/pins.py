@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvstore.connectors.vllm.guard import failures, log_once
 from kvstore.cudart import CudaError
 
 __all__ = ["SlabPins"]
+
+# While the engine starts, and once it serves.
+_STARTING_DUTY: Final = 0.7
+_SERVING_DUTY: Final = 0.25
 
 
 class _Runtime(Protocol):
@@ -24,6 +28,7 @@ class SlabPins:
     """See `kvstore.attach.mapped.Pins`. Failures are counted as ``pin`` among the hooks' failures.
 
     Attributes:
+        duty: share of the time that pinning may take; less once the engine serves.
         pinned_bytes: now.
         failed: ranges that could not be pinned; copies from and to them, and what follows them in
             their slab, go through a buffer.
@@ -35,8 +40,13 @@ class SlabPins:
         self._device = device
         self._guard = threading.Lock()
         self._lengths: dict[int, int] = {}
+        self.duty = _STARTING_DUTY
         self.pinned_bytes = 0
         self.failed = 0
+
+    def serving(self) -> None:
+        """From now on somebody waits for the GPU."""
+        self.duty = _SERVING_DUTY
 
     def pin(self, address: int, length: int) -> bool:
         """Pin a range of a slab; return whether it is pinned."""

@@ -216,8 +216,8 @@ class ServeConfig(BaseModel):
             0: there is no GPU tier.
         gpu_devices: devices of the GPU tier in the order of the ranks, as numbers or UUIDs; none:
             all; ``simulated:N``: N devices of shared memory, to try the tier without a GPU.
-        gpu_io: how blocks go from disk to the GPU pool: through host memory, by cuFile, or ``auto``:
-            by cuFile if that bypasses host memory.
+        gpu_io: how blocks go from disk to the GPU pool: ``host``, through the host tier; ``cufile``,
+            by kvikio; ``auto``: by kvikio if it is installed.
         write_policy: when blocks are written to disk.
         disk_budget: bytes that may be written to disk in any 24 hours; None: no limit.
         disk_throttle: bytes a second that the disk tier reads and writes at most, all together;

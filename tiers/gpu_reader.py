@@ -110,22 +110,13 @@ class GpuReader:
         """How blocks come from disk now: the engine's name, or ``host``."""
         return self._engine.name if self.usable else "host"
 
-    async def open(self, *, direct_only: bool) -> None:
-        """Start the engine; failing that, blocks come through host memory.
-
-        Args:
-            direct_only: use it only if it bypasses host memory. If it does not, it reads into host
-                memory too, and from there to the GPU and back to be checked: more work, not less.
-        """
+    async def open(self) -> None:
+        """Start the engine; failing that, blocks come through host memory."""
         try:
             await self._engine.open()
         except TierUnavailable as error:
             self.failures += 1
             _log.warning("blocks go from disk to gpu through host memory: %s", error)
-            return
-        if direct_only and self._engine.name != "cufile-gds":
-            _log.info("%s: blocks go from disk to gpu through host memory", self._engine.name)
-            await self._engine.close()
             return
         _log.info("blocks go from disk to gpu by %s", self._engine.name)
         self._open = True

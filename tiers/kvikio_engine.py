@@ -37,9 +37,11 @@ _log = logging.getLogger(__name__)
 # Transfers whose tasks kvikio's threads share; each waits for its own, and has what has arrived
 # checked by the caller.
 _WAITERS: Final = 8
-# The library's defaults are one thread and 4 MiB.
+# The library's defaults are one thread and 4 MiB. Measured in compat mode, reading 2 MiB pieces: on
+# a file system in memory 4 threads reach 0.9 and 16 threads 0.9 of what 8 do, larger tasks nothing
+# more; one disk was saturated by 4 threads, with 512 KiB a little better than with 2 MiB.
 _THREADS: Final = 8
-_TASK_BYTES: Final = 4 * MIB
+_TASK_BYTES: Final = MIB // 2
 
 
 class KvikioEngine(IoEngine):

@@ -68,8 +68,8 @@ def serve(
         str | None,
         _flag(
             "--gpu-io",
-            "From disk to the GPU pool: through host memory (host), by cuFile (cufile), or by "
-            "cuFile if that bypasses host memory (auto).",
+            "From disk to the GPU pool: through the host tier (host), by cuFile (cufile), or by "
+            "cuFile if kvikio is installed (auto).",
             "HOW",
         ),
     ] = None,

@@ -88,7 +88,6 @@ class Assembly:
         *,
         gpu: GpuTier | None = None,
         gpu_reader: GpuReader | None = None,
-        gpu_direct_only: bool = True,
         flush_on_commit: bool,
         lease_ttl_seconds: float,
         lease_cap_bytes: int,
@@ -105,7 +104,6 @@ class Assembly:
             store: open store for spaces, epochs, pins and disk records.
             gpu: GPU tier, not open yet, which pins the host tier's memory; None: there is none.
             gpu_reader: reads from the disk tier to the GPU tier, not open yet.
-            gpu_direct_only: use it only if it bypasses host memory.
             flush_on_commit: write policy `through`; else `evict`, unless `flush_on_reuse`.
             lease_ttl_seconds: silence after which a client's leases expire.
             lease_cap_bytes: most that one client may lease.
@@ -118,7 +116,6 @@ class Assembly:
         self.disk = disk
         self.gpu = gpu
         self.gpu_reader = gpu_reader
-        self._gpu_direct_only = gpu_direct_only
         self.store = store
         self.counters = Counters()
         self.usage: dict[bytes, UsageCounts] = {}
@@ -197,7 +194,7 @@ class Assembly:
                 await self._recover(self.disk)
                 self._compose_disk(self.disk)
                 if self.gpu_reader is not None and self.gpu_side is not None:
-                    await self.gpu_reader.open(direct_only=self._gpu_direct_only)
+                    await self.gpu_reader.open()
                     opened.push_async_callback(self.gpu_reader.close)
                     self.gpu_side.add_disk(
                         self.gpu_reader, self._arrivals.request, self.removal.corrupt

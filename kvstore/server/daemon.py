@@ -196,7 +196,6 @@ def _build(config: ServeConfig, store: MetaStore, pool: Path) -> Engine:
         store,
         gpu=gpu,
         gpu_reader=gpu_reader(config, disk, gpu),
-        gpu_direct_only=config.gpu_io == "auto",
         flush_on_commit=config.write_policy is WritePolicy.THROUGH,
         flush_on_reuse=config.write_policy is WritePolicy.REUSED,
         budget=budget,

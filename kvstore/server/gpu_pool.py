@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import ConfigError
@@ -13,6 +13,7 @@ from kvstore.tiers.simulated_device import SimulatedDevice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from kvstore.config import ServeConfig
     from kvstore.tiers.disk import DiskTier
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["gpu_reader", "gpu_tier"]
 
 _SIMULATED: Final = "simulated:"
-_STORAGE_DRIVER: Final = Path("/proc/driver/nvidia-fs")
 
 
 def gpu_tier(config: ServeConfig, pool: Path) -> GpuTier | None:
@@ -41,16 +41,19 @@ def gpu_tier(config: ServeConfig, pool: Path) -> GpuTier | None:
 
 def gpu_reader(config: ServeConfig, disk: DiskTier | None, gpu: GpuTier | None) -> GpuReader | None:
     """Return what reads from disk to the GPU past host memory; None when nothing is to."""
-    if gpu is None or disk is None or config.gpu_io == "host":
+    if gpu is None or disk is None or config.gpu_io == "host" or _simulated(config.gpu_devices):
         return None
-    # Loading kvikio takes a second and 100 MB: not where it could not help.
-    if config.gpu_io == "auto" and not _STORAGE_DRIVER.exists():
+    if config.gpu_io == "auto" and find_spec("kvikio") is None:
         return None
     return GpuReader(disk, gpu, KvikioEngine())
 
 
+def _simulated(chosen: Sequence[str]) -> bool:
+    return len(chosen) == 1 and chosen[0].startswith(_SIMULATED)
+
+
 def _devices(chosen: Sequence[str]) -> Sequence[GpuDevice]:
-    if len(chosen) == 1 and chosen[0].startswith(_SIMULATED):
+    if _simulated(chosen):
         count = chosen[0].removeprefix(_SIMULATED)
         if not count.isdecimal() or not 1 <= int(count) <= 64:
             raise ConfigError(f"gpu_devices: {chosen[0]}: give a number within 1 … 64")

@@ -159,7 +159,6 @@ class World:
             store,
             gpu=self.gpu,
             gpu_reader=self._reader(),
-            gpu_direct_only=False,
             flush_on_commit=self.flush_on_commit,
             lease_ttl_seconds=self.lease_ttl,
             lease_cap_bytes=self.lease_cap,

@@ -69,7 +69,7 @@ async def disk(directory: Path, label: str) -> None:
         for task in (512 << 10, 2 * MIB):
             engine = KvikioEngine(threads, task_bytes=task)
             reader = GpuReader(tier, gpu, engine)
-            await reader.open(direct_only=False)
+            await reader.open()
             reads = [
                 DirectRead(s, t, slot, (slot,), (d,))
                 for s, t, d in zip(slots, targets, digests, strict=True)

@@ -32,10 +32,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import numpy as np
 from soak_load import open_counts, total
 from soak_report import Verdict, verdicts, write_report
 from soak_sampler import Sampler
 
+from kvstore import Client, SpaceSpec, chain_keys
 from kvstore.config import pool_prefix
 
 __all__ = ["main"]
@@ -48,6 +50,9 @@ _ROWS_PER_PROCESS = 3
 # Longer than a heartbeat, shorter than a lease: a stopped client is silent for a while.
 _STOPPED_SECONDS = 4.0
 _CHAOS_SECONDS = 2.0
+# `kvstore.index.ghosts`: how many evicted keys are remembered.
+REMEMBERED_KEYS = 100_000
+_KEYS_AT_ONCE = 2_000
 
 
 def _environment() -> dict[str, str]:
@@ -96,6 +101,23 @@ class Daemon:
         self._process.wait()
         for pool in Path("/dev/shm").glob(pool_prefix(self._state) + "*"):
             shutil.rmtree(pool, ignore_errors=True)
+
+
+def fill_memory_of_keys(address: str) -> None:
+    """Put and evict more keys than the daemon remembers: what is bounded is not to look like a leak.
+
+    Under load the list of evicted keys takes a quarter of an hour to fill.
+    """
+    spec = SpaceSpec(model="soak warm-up", dtype="u8", block_tokens=1, shard_bytes=(16,))
+    blocks = np.zeros((_KEYS_AT_ONCE, 16), np.uint8)
+    with Client(address, timeout_s=_PATIENCE_SECONDS) as client:
+        space = client.open_space(spec)
+        for part in range(-(-REMEMBERED_KEYS // _KEYS_AT_ONCE) + 1):
+            keys = chain_keys(range(_KEYS_AT_ONCE), 1, salt=str(part).encode())
+            space.put(keys, blocks, timeout_s=_PATIENCE_SECONDS)
+            end = time.monotonic() + _PATIENCE_SECONDS
+            while space.evict(keys).skipped and time.monotonic() < end:
+                time.sleep(0.01)
 
 
 class Crowd:
@@ -212,7 +234,9 @@ def _tail(path: Path, lines: int = 40) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
 
 
-def run(minutes: float, out: Path, seed: int, processes: int, oracle: bool, command: str) -> int:
+def run(
+    minutes: float, out: Path, seed: int, processes: int, oracle: bool, warm: bool, command: str
+) -> int:
     """Run the soak, write its report, return the exit code."""
     seconds = minutes * 60
     out.mkdir(parents=True, exist_ok=True)
@@ -222,6 +246,8 @@ def run(minutes: float, out: Path, seed: int, processes: int, oracle: bool, comm
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         daemon = Daemon(scratch)
         stack.callback(daemon.end)
+        if warm:
+            fill_memory_of_keys(daemon.address)
         crowd = Crowd(daemon.address, scratch, processes, seed)
         stack.callback(crowd.end)
         beside = Oracle(scratch, seconds, seed) if oracle else None
@@ -291,6 +317,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--no-oracle", action="store_true", help="without the state machine")
+    parser.add_argument("--cold", action="store_true", help="do not fill the list of evicted keys")
     parser.add_argument("--command", help="what the report says that it was made by")
     given = parser.parse_args(arguments)
     if not 0.1 <= given.minutes <= 10_000:
@@ -299,7 +326,15 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--processes: within 1 … 64")
     # A directory of this machine is nobody else's business.
     command = given.command or f"tests/soak/soak.py {shlex.join(arguments)}"
-    return run(given.minutes, given.out, given.seed, given.processes, not given.no_oracle, command)
+    return run(
+        given.minutes,
+        given.out,
+        given.seed,
+        given.processes,
+        not given.no_oracle,
+        not given.cold,
+        command,
+    )
 
 
 if __name__ == "__main__":

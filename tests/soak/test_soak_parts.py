@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import soak
 from soak_load import COUNTS, content, keys_of, open_counts, total
 from soak_report import verdicts, write_report
 from soak_sampler import Sample
+
+from kvstore.index.ghosts import GhostList
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,6 +103,11 @@ def test_counts_of_processes_add_up_in_a_file(tmp_path: Path) -> None:
     assert total(here)["puts"] == total(there)["puts"] == 7
 
 
+def test_as_many_keys_as_the_daemon_remembers_are_evicted_first() -> None:
+    default = inspect.signature(GhostList).parameters["capacity"].default
+    assert default == soak.REMEMBERED_KEYS
+
+
 def test_blocks_of_different_keys_differ_in_every_page() -> None:
     one, other = (content(key, 64 << 10) for key in keys_of(0, 1)[:2])
     pages = (one != other).reshape(-1, 4096)
@@ -108,7 +117,7 @@ def test_blocks_of_different_keys_differ_in_every_page() -> None:
 def test_a_few_seconds_of_it(tmp_path: Path) -> None:
     """Too short to judge growth or speed on any machine: the rest must hold."""
     command = [sys.executable, str(ROOT / "tests" / "soak" / "soak.py"), "--minutes", "0.1"]
-    command += ["--out", str(tmp_path), "--processes", "2", "--no-oracle"]
+    command += ["--out", str(tmp_path), "--processes", "2", "--no-oracle", "--cold"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     page = (tmp_path / "report.md").read_text()
     for claim in (

@@ -36,6 +36,7 @@ _STREAM_NON_BLOCKING: Final = 1
 _EVENT_BLOCKING_SYNC: Final = 1
 _EVENT_DISABLE_TIMING: Final = 2
 _IPC_LAZY_PEER_ACCESS: Final = 1
+_CAPTURE_RELAXED: Final = 2
 _MEMCPY_DEFAULT: Final = 4  # the direction follows from the addresses
 _ORDER_STREAM: Final = 1
 _OVERLAP_WITH_COMPUTE: Final = 1
@@ -63,6 +64,7 @@ _SIGNATURES: Final[dict[str, list[Any]]] = {
     "cudaGetDeviceProperties": [_P, _I],
     "cudaDeviceGetAttribute": [_P, _I, _I],
     "cudaDeviceSynchronize": [],
+    "cudaThreadExchangeStreamCaptureMode": [_P],
     "cudaMemGetInfo": [_P, _P],
     "cudaMalloc": [_P, _Z],
     "cudaFree": [_P],
@@ -198,6 +200,14 @@ class Cudart:
     def set_device(self, device: int) -> None:
         """Set the calling thread's device."""
         self._call("cudaSetDevice", device)
+
+    def relax_capture(self) -> None:
+        """Let the calling thread take and pin memory while another one captures a CUDA graph.
+
+        Otherwise such a call fails, and with it the other thread's capture.
+        """
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
+        self._call("cudaThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     @contextlib.contextmanager
     def on_device(self, device: int) -> Iterator[None]:

@@ -143,9 +143,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         if self._scheduler is None or not num_external_tokens:
             return {}
-        names = {2: CacheHitSource.HOST, 3: CacheHitSource.DISK}
+        host = CacheHitSource.HOST
+        names = {1: getattr(CacheHitSource, "DEVICE", host), 2: host, 3: CacheHitSource.DISK}
         tiers = self._scheduler.tier_tokens(request)
-        return {names.get(tier, CacheHitSource.HOST): tokens for tier, tokens in tiers.items()}
+        return {names.get(tier, host): tokens for tier, tokens in tiers.items()}
 
     @guarded(lambda: StepMeta(0, handed_out=None))
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:

@@ -213,6 +213,7 @@ class Client(Protocol):
         *,
         requests: int = 0,
         prompt_tokens: int = 0,
+        reused_tokens_gpu: int = 0,
         reused_tokens_host: int = 0,
         reused_tokens_disk: int = 0,
         local_tokens: int = 0,

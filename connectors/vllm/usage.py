@@ -7,6 +7,7 @@ from kvstore.connectors.vllm.tracks import Track
 
 __all__ = ["Usage"]
 
+_GPU: int = 1
 _DISK: int = 3
 
 
@@ -38,10 +39,11 @@ class Usage:
         """A load has succeeded."""
         space = self._space(track)
         if space is not None:
-            disk = tier_tokens.get(_DISK, 0)
+            gpu, disk = tier_tokens.get(_GPU, 0), tier_tokens.get(_DISK, 0)
             self._client.report_usage(
                 space,
-                reused_tokens_host=sum(tier_tokens.values()) - disk,
+                reused_tokens_gpu=gpu,
+                reused_tokens_host=sum(tier_tokens.values()) - gpu - disk,
                 reused_tokens_disk=disk,
             )
 

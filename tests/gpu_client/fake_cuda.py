@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.connectors.vllm.geometry import Geometry
+from kvstore.cudart import CudaError
 from kvstore.memory import copy_batch, copy_block
 
 COMPUTE = 1
@@ -42,6 +43,7 @@ class FakeCuda:
     events: dict[int, Event] = field(default_factory=dict)
     memory: dict[int, Any] = field(default_factory=dict)
     fail_after: int = -1
+    room: int = 1 << 40
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -53,12 +55,15 @@ class FakeCuda:
     # Memory.
 
     def malloc(self, length: int) -> int:
+        if length > self.room:
+            raise CudaError(2, "cudaMalloc: out of memory (2)")
+        return self.host_alloc(length)
+
+    def host_alloc(self, length: int) -> int:
         buffer = np.full(length, 0xEE, np.uint8)
         with self.lock:
             self.memory[buffer.ctypes.data] = buffer
         return int(buffer.ctypes.data)
-
-    host_alloc = malloc
 
     def free(self, address: int) -> None:
         with self.lock:
@@ -70,6 +75,9 @@ class FakeCuda:
 
     def set_device(self, device: int) -> None:
         assert device == 0
+
+    def relax_capture(self) -> None:
+        pass
 
     def compute_stream(self) -> int:
         return COMPUTE
@@ -87,8 +95,6 @@ class FakeCuda:
     def launch(self, stream: int, call: Callable[[], None]) -> None:
         with self.lock:
             if self.fail_after == 0:
-                from kvstore.cudart import CudaError
-
                 raise CudaError(719, "cudaMemcpyAsync: unspecified launch failure (719)")
             self.fail_after -= 1
             self.streams[stream].append(("call", call))

@@ -17,6 +17,7 @@ from kvstore.connectors.vllm.copier import SlotRun
 from kvstore.connectors.vllm.cuda.copier import CudaCopier
 from kvstore.connectors.vllm.cuda.routes import Route, pieces, route_of
 from kvstore.connectors.vllm.geometry import Geometry
+from kvstore.cudart import CudaError
 from kvstore.errors import AttachmentLost
 
 BOOT = b"boot"
@@ -38,6 +39,7 @@ class World:
     alive: bool = True
     users: int = 0
     inbound_blocks: int = 1 << 20
+    room: int = 1 << 40
 
     def __post_init__(self) -> None:
         segments, length = SHAPES[self.route]
@@ -56,7 +58,7 @@ class World:
         assert route_of(self.geometry, GROUP_BLOCKS) is self.route
         self.memory = np.zeros((SLOTS, GROUP_BLOCKS * self.geometry.block_bytes), np.uint8)
         self.generations = np.zeros(SLOTS, np.uint64)
-        self.cuda = FakeCuda(self.seed)
+        self.cuda = FakeCuda(self.seed, room=self.room)
         self.copier = CudaCopier(
             self.cuda,
             lambda rows: FakeMover(self.cuda, self.geometry, rows),
@@ -380,6 +382,17 @@ def test_a_copy_that_breaks_off_is_reported_when_nothing_of_it_is_under_way(
     world.compute(blocks, 4)
     assert world.store(blocks, *range(6)).wait() is True
     assert (world.memory[0].reshape(GROUP_BLOCKS, -1)[0] == pattern(4, 0)).all()
+
+
+def test_a_gpu_with_little_memory_left_gets_a_smaller_ring(make: Make) -> None:
+    one = 4 * SHAPES[Route.RING][1]
+    world = make(Route.RING, room=3 * one)
+    world.fill(0, 1)
+    world.fill(1, 2)
+    assert world.load(list(range(8)), 0, 1).wait().all()
+    assert (world.cache[:, 7] == pattern(2, 3)).all()
+    with pytest.raises(CudaError, match="out of memory"):
+        make(Route.RING, room=3 * one - 1)
 
 
 def test_blocks_outside_the_cache_are_refused(make: Make) -> None:

@@ -21,7 +21,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -140,11 +139,12 @@ class CudaCopier:
         self._loads: Final = Lane("kvstore-load", self._use_device)
         self._near_loads: Final = Lane("kvstore-near", self._use_device)
         self._stores: Final = Lane("kvstore-store", self._use_device)
-        # Pinning takes seconds: the first copies may well need them.
-        self._slow: dict[bool, Pipe] = {}
+        # Pinning takes seconds: the first copies may well need them. Made here, because an engine may
+        # capture CUDA graphs next, which other threads must not disturb.
+        self._slow: Final = {
+            to_cache: make_pipe(to_cache=to_cache, bounce=True) for to_cache in (True, False)
+        }
         self._slow_lane: Final = Lane("kvstore-bounce", self._use_device)
-        for to_cache in (True, False):
-            self._slow_lane.submit(partial(self._prepare_slowly, make_pipe, to_cache=to_cache))
         self._events: queue.SimpleQueue[int] = queue.SimpleQueue()
         # Which store reads a block, by number; the engine's thread alone writes it.
         self._reader = np.zeros(geometry.blocks, np.int64)
@@ -159,11 +159,9 @@ class CudaCopier:
         self._submitting = threading.Lock()
         self._closed = False
 
-    def _prepare_slowly(self, make_pipe: Callable[..., Pipe], *, to_cache: bool) -> None:
-        self._slow[to_cache] = make_pipe(to_cache=to_cache, bounce=True)
-
     def _use_device(self) -> None:
         self._device.set_device(self._device_number)
+        self._device.relax_capture()
 
     def _event(self) -> int:
         try:

@@ -19,6 +19,8 @@ _SERVING_DUTY: Final = 0.25
 class _Runtime(Protocol):
     def set_device(self, device: int) -> None: ...
 
+    def relax_capture(self) -> None: ...
+
     def host_register(self, address: int, length: int) -> None: ...
 
     def host_unregister(self, address: int) -> None: ...
@@ -52,6 +54,7 @@ class SlabPins:
         """Pin a range of a slab; return whether it is pinned."""
         try:
             self._cuda.set_device(self._device)
+            self._cuda.relax_capture()
             self._cuda.host_register(address, length)
         except CudaError as error:
             failures["pin"] += 1

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvstore.connectors.vllm.cuda.routes import Job, Route, pieces
 from kvstore.connectors.vllm.geometry import Geometry
+from kvstore.cudart import CudaError
 from kvstore.memory import copy_batch
 
 __all__ = ["Bounce", "Mover", "Pipe", "Runtime"]
@@ -61,6 +62,9 @@ class Runtime(Protocol):
         """See `Cudart`."""
 
     def set_device(self, device: int) -> None:
+        """See `Cudart`."""
+
+    def relax_capture(self) -> None:
         """See `Cudart`."""
 
     def stream_create(self, priority: int = 0) -> int:
@@ -165,10 +169,8 @@ class Pipe:
         self.kernels: Final = cuda.stream_create()
         self.dma: Final = [cuda.stream_create() for _ in range(_BUFFERS)]
         self._chunk_blocks = max(1, min(chunk_bytes // geometry.block_bytes, _ROWS))
-        self._ring = 0
+        self._ring = self._take_ring() if self._route is Route.RING else 0
         buffer_bytes = self._chunk_blocks * geometry.block_bytes
-        if self._route is Route.RING:
-            self._ring = cuda.malloc(_BUFFERS * buffer_bytes)
         self._bounce = Bounce(cuda, buffer_bytes) if bounce else None
         self._next = 0
         # Per buffer: the kernel is done with it; the bus is done with it.
@@ -182,6 +184,17 @@ class Pipe:
             (ctypes.c_int64 * (_ROWS * _UPLOADS * 2)).from_address(self._rows_memory)
         ).reshape(_UPLOADS, _ROWS, 2)
         self._mover.warm_up(self.kernels)
+
+    def _take_ring(self) -> int:
+        """Take the ring's memory, less where the engine has left little."""
+        while True:
+            try:
+                size = self._chunk_blocks * self._geometry.block_bytes
+                return self._cuda.malloc(_BUFFERS * size)
+            except CudaError:
+                if self._chunk_blocks == 1:
+                    raise
+                self._chunk_blocks //= 2
 
     def begin(self, after: int) -> None:
         """Let everything submitted from now on wait for an event, on the GPU."""

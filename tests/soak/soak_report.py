@@ -36,11 +36,13 @@ class Verdict:
         return f"{'yes' if self.good else 'NO'}: {self.what} ({self.why})"
 
 
+# The proportional size is drawn, not judged: it is the pool's size divided by how many clients
+# happen to map it, and rises whenever one is killed.
 # Column, unit, part of the middle third's median that the last third's may be above it, and how
 # much on top of that: noise of a value that is small, or that comes in steps.
 _GROWING: Sequence[tuple[str, str, float, float]] = (
     ("rss_mib", "MiB", 0.05, 8.0),
-    ("pss_mib", "MiB", 0.05, 16.0),
+    ("shared_mib", "MiB", 0.05, 8.0),
     ("descriptors", "", 0.05, 8.0),
     ("threads", "", 0.0, 4.0),
     ("leases", "", 0.25, 8.0),

@@ -56,7 +56,7 @@ def test_what_warms_up_and_stays_is_good() -> None:
     ("name", "growth"),
     [
         ("rss_mib", 0.5),
-        ("pss_mib", 0.8),
+        ("shared_mib", 1.2),
         ("descriptors", 0.5),
         ("threads", 0.2),
         ("leases", 1.0),

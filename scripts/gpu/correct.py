@@ -17,12 +17,33 @@ from kvstore.space import SpaceSpec
 _SETTLE_S = 2.0
 
 
+def _compared(one: Result, other: Result) -> Result:
+    """Compare the requests that two storms finished, and say where tokens begin to differ."""
+    both = [index for index in one["tokens"] if index in other["tokens"]]
+    pairs = {index: (one["tokens"][index], other["tokens"][index]) for index in both}
+    whole = {index: pair for index, pair in pairs.items() if len(pair[0]) == len(pair[1])}
+    different = [
+        {
+            "request": index,
+            "first_token": next(at for at, (a, b) in enumerate(zip(*pair, strict=True)) if a != b),
+            "cached": [answer["cached_by_request"].get(index) for answer in (one, other)],
+        }
+        for index, pair in whole.items()
+        if pair[0] != pair[1]
+    ]
+    return {
+        "compared": len(whole),
+        "equal": len(whole) - len(different),
+        "different": different,
+    }
+
+
 def part_correct(run: Run) -> None:
     """Tokens, leaks, preemption and aborts, on a small model whose weights matter."""
     arguments = run.arguments
     model = Path(arguments.model) if arguments.model else run.scratch / "small"
     if not arguments.model:
-        random_model(model, SMALL)
+        random_model(model, {**SMALL, **arguments.shape})
     engine = {
         "max_model_len": 4096,
         "max_num_batched_tokens": 2048,
@@ -83,29 +104,24 @@ def part_correct(run: Run) -> None:
             "max_tokens": 24,
             "abort": 0.25,
         }
+        for name in fleet.names:
+            fleet.ask(name, "reset")
+        calm = fleet.ask("none", "storm", pace=1, **storm)
+        wild = fleet.ask("ours", "storm", pace=1, **storm)
         fleet.ask("none", "reset")
-        fleet.ask("ours", "reset")
-        calm = fleet.ask("none", "storm", **storm)
-        wild = fleet.ask("ours", "storm", **storm)
-        both = [index for index in calm["tokens"] if index in wild["tokens"]]
-        whole = [i for i in both if len(calm["tokens"][i]) == len(wild["tokens"][i])]
-        equal = sum(calm["tokens"][i] == wild["tokens"][i] for i in whole)
+        # What another order of arrivals does to the tokens of an engine without a connector.
+        control = fleet.ask("none", "storm", pace=2, **storm)
+        counts = ("aborted", "cached", "external_prefix_cache_hits", "num_preemptions")
         note(
             "storm",
             {
                 "requests": arguments.storm,
-                "compared": len(whole),
-                "equal": equal,
+                **_compared(calm, wild),
+                "control": _compared(calm, control),
                 **{
-                    f"{name}_{key}": answer[key]
-                    for name, answer in (("none", calm), ("ours", wild))
-                    for key in (
-                        "aborted",
-                        "cached",
-                        "external_prefix_cache_hits",
-                        "num_preemptions",
-                    )
-                    if key in answer
+                    f"{name}_{key}": answer.get(key)
+                    for name, answer in (("none", calm), ("ours", wild), ("control", control))
+                    for key in counts
                 },
             },
         )

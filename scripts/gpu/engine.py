@@ -92,24 +92,13 @@ class Engine:
 
     def do_ttft(self, seed: int, count: int, tokens: int, max_tokens: int = 1) -> dict[str, Any]:
         """One prompt after the other."""
-        before, milliseconds, first, cached = self._counters(), [], [], []
+        milliseconds, first, cached = [], [], []
         for prompt in self._prompts(seed, count, tokens):
             (one,) = self._run([prompt], max_tokens).values()
             milliseconds.append(one["at"][0])
             first.append(one["tokens"])
             cached.append(one["cached"])
-        after = self._counters()
-        external, local = (
-            after.get(name, 0) - before.get(name, 0)
-            for name in ("external_prefix_cache_hits", "prefix_cache_hits")
-        )
-        return {
-            "ms": milliseconds,
-            "tokens": first,
-            "cached": cached,
-            "external": external,
-            "local": local,
-        }
+        return {"ms": milliseconds, "tokens": first, "cached": cached}
 
     def do_together(self, seed: int, count: int, tokens: int) -> dict[str, Any]:
         """All prompts at once: until the last first token."""
@@ -162,11 +151,13 @@ class Engine:
         longest: int,
         max_tokens: int,
         abort: float,
+        pace: int,
     ) -> dict[str, Any]:
         """Requests that share prefixes, arriving and being aborted at random.
 
         Args:
-            seed: decides everything.
+            seed: decides what is asked for.
+            pace: decides when requests arrive and which are aborted.
             count: requests.
             bases: different prefixes.
             longest: tokens of the longest prefix.
@@ -175,20 +166,19 @@ class Engine:
         """
         draw = random.Random(seed)
         roots = self._prompts(seed, bases, longest)
-        todo = [
-            (
-                draw.choice(roots)[: draw.randrange(longest // 8, longest)]
-                + self._prompts(draw.randrange(1 << 30), 1, draw.randrange(8, 200))[0],
-                draw.random() < abort,
-                draw.randrange(1, 12),
-            )
+        prompts = [
+            draw.choice(roots)[: draw.randrange(longest // 8, longest)]
+            + self._prompts(draw.randrange(1 << 30), 1, draw.randrange(8, 200))[0]
             for _ in range(count)
         ]
+        draw = random.Random(pace)
+        todo = [(prompt, draw.random() < abort, draw.randrange(1, 12)) for prompt in prompts]
         before = self._counters()
         names: dict[str, int] = {}
         doomed: dict[str, int] = {}
         tokens: dict[int, list[int]] = {}
-        cached = aborted = at = 0
+        cached: dict[int, int] = {}
+        aborted = at = 0
         while at < count or self._engine.has_unfinished_requests():
             for _ in range(draw.randrange(4)):
                 if at < count:
@@ -200,8 +190,9 @@ class Engine:
                     at += 1
             for output in self._engine.step():
                 if output.finished:
-                    tokens[names[output.request_id]] = list(output.outputs[0].token_ids)
-                    cached += output.num_cached_tokens or 0
+                    index = names[output.request_id]
+                    tokens[index] = list(output.outputs[0].token_ids)
+                    cached[index] = output.num_cached_tokens or 0
                     doomed.pop(output.request_id, None)
             due = [name for name, left in doomed.items() if left <= 0]
             for name in due:
@@ -212,8 +203,9 @@ class Engine:
         after_all = self._counters()
         return {
             "tokens": {str(index): found for index, found in sorted(tokens.items())},
+            "cached_by_request": {str(index): found for index, found in sorted(cached.items())},
             "aborted": aborted,
-            "cached": cached,
+            "cached": sum(cached.values()),
             **{
                 name: after_all.get(name, 0) - before.get(name, 0)
                 for name in ("external_prefix_cache_hits", "num_preemptions")

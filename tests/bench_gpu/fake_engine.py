@@ -28,7 +28,8 @@ class _Fake:
         if do == "decode":
             return {"ms": [10.0 + self._on] * 120}
         if do == "storm":
-            return {"tokens": {"0": [1, 2], "2": [3, 4]}, "aborted": 1, "cached": 10}
+            found = {"0": [1, 2], "2": [3, 4]}
+            return {"tokens": found, "cached_by_request": {}, "aborted": 1, "cached": 10}
         return self._prompts(do, **request)
 
     def _prompts(
@@ -47,8 +48,6 @@ class _Fake:
             "ms": [milliseconds] * count,
             "tokens": [[seed] * max_tokens] * count,
             "cached": cached,
-            "external": sum(cached) if outside else 0,
-            "local": sum(cached) if own else 0,
         }
 
 

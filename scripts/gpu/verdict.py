@@ -49,6 +49,7 @@ def rows(result: dict[str, Any]) -> list[Row]:
     ours, pool, peer = (ttft.get(name) for name in ("ours", "ours_pool", "pegaflow"))
     cost = parts.get("cost", {}).get("ours", {})
     restart = parts.get("restart", {}).get("ours", {})
+    first = restart.get("new_engine", {})
     correct = parts.get("correct", {}).get("ours", {})
     storm = correct.get("storm", {})
     memory = parts.get("memory", {}).get("ours_pool", {})
@@ -67,7 +68,7 @@ def rows(result: dict[str, Any]) -> list[Row]:
         ("the same from the GPU pool, ms", _over_own(pool), 5.0),
         (
             "first warm request of a new engine over later ones",
-            restart.get("new_engine", {}).get("first_over_later"),
+            None if "invalid" in first else first.get("first_over_later"),
             1.3,
         ),
         ("cold TTFT, p50, cache on over off", cost.get("cold_ratio"), 1.01),

@@ -85,9 +85,10 @@ def _panel(axis: Any, layout: str, layers: dict[str, list[Point]]) -> None:
             axis.plot(
                 sizes,
                 [baseline for _, _, baseline in points],
-                ":",
+                "x:",
                 color=colour,
                 linewidth=1,
+                markersize=4,
                 label=f"{what}: baseline",
             )
     ticks = sorted({size for points in layers.values() for size, _, _ in points})

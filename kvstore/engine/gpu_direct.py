@@ -32,6 +32,8 @@ __all__ = ["GpuDirect"]
 log = logging.getLogger(__name__)
 
 _BATCH_BYTES: Final = 32 << 20
+# The loop attends to nothing else for a few microseconds a block.
+_BATCH_BLOCKS: Final = 256
 _BATCHES_AT_ONCE: Final = 2
 
 
@@ -121,7 +123,7 @@ class GpuDirect:
         """Take the first blocks of one shape, up to a batch."""
         batch: list[Block] = []
         size = 0
-        while self._queue:
+        while self._queue and len(batch) < _BATCH_BLOCKS:
             block = self._queue[0]
             shape = block.space.shape
             wanted = self._waiters[block] and not block.dead and block.gpu is None

@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 # Large enough that the bus, not the submitting, takes the time.
 _BATCH_BYTES: Final = 64 << 20
+# The loop attends to nothing else for a few microseconds a block.
+_BATCH_BLOCKS: Final = 256
 _BATCHES_AT_ONCE: Final = 2
 # A load that begins waits for no more than this on the bus.
 _PACED_BATCH_BYTES: Final = 16 << 20
@@ -224,7 +226,7 @@ class GpuMover:
         """Take the first ascents of one shape off a queue, up to a batch."""
         batch: list[_Ascent] = []
         size = 0
-        while queue:
+        while queue and len(batch) < _BATCH_BLOCKS:
             block, ascent = next(iter(queue.items()))
             shape = block.space.shape
             if batch and (shape != batch[0].block.space.shape or size + shape.block_bytes > limit):

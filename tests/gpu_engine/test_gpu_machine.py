@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 from engine_world import Player, World
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
+from kvikio_stub import KvikioStub, kvikio_stub
 from test_engine_machine import DISK, HOST, EngineMachine, chains, lengths
 
 from kvstore.tiers.base import TierName
 from kvstore.tiers.faulty import Faulty
 from kvstore.tiers.gpu_device import GpuDevice
+from kvstore.tiers.io_engine import IoEngine
+from kvstore.tiers.kvikio_engine import KvikioEngine
 from kvstore.tiers.simulated_device import SimulatedDevice
 
 GPU = 8
@@ -26,8 +31,24 @@ class GpuMachine(EngineMachine):
 
     loads = 0
 
-    @initialize(policy=st.sampled_from(["through", "evict"]), devices=st.integers(1, 2))
-    def start(self, policy: str, devices: int) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.stub = KvikioStub()
+        self.kvikio: contextlib.AbstractContextManager[Any] = kvikio_stub(self.stub)
+        self.kvikio.__enter__()
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            self.kvikio.__exit__(None, None, None)
+
+    @initialize(
+        policy=st.sampled_from(["through", "evict"]),
+        devices=st.integers(1, 2),
+        cufile=st.booleans(),
+    )
+    def start(self, policy: str, devices: int, cufile: bool) -> None:
         self.world = World(
             self.directory,
             self.pools,
@@ -37,8 +58,36 @@ class GpuMachine(EngineMachine):
             wrap=Faulty,
             gpu_blocks=GPU,
             gpu_devices=lambda: self.devices(devices),
+            gpu_engine=self.engine if cufile else None,
         )
         self.run(self._start())
+
+    def engine(self) -> IoEngine:
+        return KvikioEngine()
+
+    @rule(fault=st.sampled_from([None, RuntimeError("cuFile error")]), short=st.booleans())
+    def fault_of_cufile(self, fault: BaseException | None, short: bool) -> None:
+        """It fails from now on, or works again."""
+        self.stub.fault, self.stub.short = fault, 512 * short
+        reader = self.world.engine.gpu_reader
+        if reader is not None:
+            reader._retry_at = 0.0
+
+    @rule(name=chains, length=lengths, wide=st.booleans())
+    def from_disk(self, name: int, length: int, wide: bool) -> None:
+        """Store, leave the blocks on disk only, bring them up."""
+
+        async def story() -> None:
+            space = self.spaces[wide]
+            keys = self.keys(name, length, space)
+            await self.players[0].put(keys, step=2, deadline=0.02, space=space)
+            await self.world.engine.flush(10)
+            for tier in (TierName.GPU, TierName.HOST):
+                await self.world.engine.removal.evict(space, keys, tier)
+            tickets = self.world.engine.tickets
+            await tickets.prefetch(space, keys, 20 + name, 0.2, 0, 0.1, TierName.GPU)
+
+        self.run(story())
 
     def devices(self, count: int) -> Sequence[GpuDevice]:
         return [SimulatedDevice(n) for n in range(count)]
@@ -106,6 +155,12 @@ TestGpuMachine.settings = settings(
 
 class RealGpuMachine(GpuMachine):
     """The same, with real DMA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The stub reads into host memory only.
+        self.kvikio.__exit__(None, None, None)
+        self.kvikio = contextlib.nullcontext()
 
     def devices(self, count: int) -> Sequence[GpuDevice]:
         from kvstore.tiers.cuda_device import cuda_devices

@@ -19,6 +19,7 @@ from kvstore import __version__
 from kvstore.cli import admin, blocks, doctor, explain, replay, serve, stats, verify
 from kvstore.cli.bench import command as bench
 from kvstore.cli.demo import command as demo
+from kvstore.cli.top import command as top
 from kvstore.errors import KVStoreError
 
 __all__ = ["app", "main"]
@@ -38,6 +39,7 @@ app = typer.Typer(
 for _register in (
     serve.register,
     stats.register,
+    top.register,
     blocks.register,
     admin.register,
     verify.register,

@@ -173,7 +173,23 @@ class SchedulerSide:
             if now - track.missed_at < _ASK_AGAIN_SECONDS:
                 return MISS
             track.missed_at = None
+        if self._has_all(track, view, local_tokens):
+            return self._miss(track, now)
         return self._answer(track, view, local_tokens, now)
+
+    def _has_all(self, track: Track, view: View, local_tokens: int) -> bool:
+        """Whether the engine has by itself what could be loaded, and it is known to be stored.
+
+        Then the answer to Acquire, which has been sent and so counts as a use, is not waited for.
+        """
+        keys = track.keys(self.engine.group_blocks)
+        left = len(keys) * self.engine.block_tokens - local_tokens
+        if left >= self.settings.min_load_tokens or not len(keys):
+            return False
+        if keys[len(keys) - 1] not in view.stored:
+            return False
+        track.stored = max(track.stored, len(keys))
+        return True
 
     def _answer(
         self, track: Track, view: View, local_tokens: int, now: float
@@ -388,6 +404,9 @@ class SchedulerSide:
         track = active.track
         if active.failed_at < 0:
             self._usage.loaded(track, active.tier_tokens)
+            if track.view is not None and track.view.run == track.run:
+                for key in active.keys:
+                    track.view.stored.end(key, arrived=True)
             return
         # Asked again, the same blocks would fail again: this request computes from here on.
         track.loads = False

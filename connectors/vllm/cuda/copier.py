@@ -42,7 +42,7 @@ __all__ = ["CudaCopier", "make_copier"]
 _MOST_CHUNK_BYTES: Final = 64 << 20
 _LEAST_CHUNK_BYTES: Final = 8 << 20
 _CHUNK_SHARE: Final = 2048
-_BOUNCE_CHUNK_BYTES: Final = 8 << 20
+_BOUNCE_CHUNK_BYTES: Final = 16 << 20
 # Loads that are submitted at a time (40 ms). More would fill the GPU's queues, where submitting
 # blocks; and a load is reported early only while no more than this is on its way, because the
 # compute stream, and whoever comes next, waits for it.

@@ -13,7 +13,7 @@ __all__ = ["SlabPins"]
 
 # While the engine starts, and once it serves.
 _STARTING_DUTY: Final = 0.7
-_SERVING_DUTY: Final = 0.25
+_SERVING_DUTY: Final = 0.5
 
 
 class _Runtime(Protocol):

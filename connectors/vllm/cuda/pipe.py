@@ -11,7 +11,9 @@ Not thread-safe: whoever submits holds the pipe for the whole copy.
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Protocol
 
 import numpy as np
@@ -36,6 +38,7 @@ _RING_PROGRAMS: Final = 16
 _BUS_PROGRAMS: Final = 64
 # Pieces in one batch of DMA: the bus begins with the first while the next are submitted.
 _BATCH: Final = 64
+_BOUNCE_THREADS: Final = 4
 
 
 class Runtime(Protocol):
@@ -117,7 +120,8 @@ class Mover(Protocol):
 class Bounce:
     """Pinned buffers for what is not pinned, one for each buffer of a ring.
 
-    The CPU copies between them and the slots, without the GIL, on the thread that submits.
+    The thread that submits waits for copies between them and the slots, which several threads make
+    without the GIL: one copies 4 GB/s where shared memory has small pages.
 
     Attributes:
         address: of the first.
@@ -127,9 +131,18 @@ class Bounce:
         """Take pinned memory."""
         self._cuda = cuda
         self.address = cuda.host_alloc(_BUFFERS * buffer_bytes)
+        self._copiers = ThreadPoolExecutor(_BOUNCE_THREADS, thread_name_prefix="kvstore-bounce")
+
+    def copy(self, to: U64, of: U64, length: int) -> None:
+        """Copy pieces of some length; returns when all are there."""
+        parts = min(_BOUNCE_THREADS, len(to))
+        pairs = zip(np.array_split(to, parts), np.array_split(of, parts), strict=True)
+        for copying in [self._copiers.submit(copy_batch, *pair, length) for pair in pairs]:
+            copying.result()
 
     def close(self) -> None:
         """Give the memory back."""
+        self._copiers.shutdown()
         self._cuda.host_free(self.address)
 
 
@@ -172,6 +185,7 @@ class Pipe:
         self._ring = self._take_ring() if self._route is Route.RING else 0
         buffer_bytes = self._chunk_blocks * geometry.block_bytes
         self._bounce = Bounce(cuda, buffer_bytes) if bounce else None
+        self._down: deque[tuple[int, U64, U64]] = deque()
         self._next = 0
         # Per buffer: the kernel is done with it; the bus is done with it.
         self._kernel_done = [cuda.event_create() for _ in range(_BUFFERS)]
@@ -324,6 +338,14 @@ class Pipe:
                 slots = None if bounce is None else (host[at:stop], job.packed[at:stop])
                 self._chunk(buffer, row + at - begin, stop - at, part, slots)
         self._next = (self._next + -(-len(job) // chunk)) % _BUFFERS
+        self._drain(0)
+
+    def _drain(self, most: int) -> None:
+        """Copy what has come down into the bounce buffer to its slots, but for the last `most`."""
+        while len(self._down) > most and self._bounce is not None:
+            buffer, bounced, slots = self._down.popleft()
+            self._cuda.event_synchronize(self._dma_done[buffer])
+            self._bounce.copy(slots, bounced, self._geometry.block_bytes)
 
     def _chunk(
         self,
@@ -344,9 +366,9 @@ class Pipe:
         """
         cuda, dma = self._cuda, self.dma[buffer]
         if self._to_cache:
-            if bounced is not None:
+            if bounced is not None and self._bounce is not None:
                 cuda.event_synchronize(self._dma_done[buffer])
-                copy_batch(*bounced, self._geometry.block_bytes)
+                self._bounce.copy(*bounced, self._geometry.block_bytes)
             cuda.stream_wait_event(dma, self._kernel_done[buffer])
             self._copy(part, dma)
             cuda.event_record(self._dma_done[buffer], dma)
@@ -361,8 +383,9 @@ class Pipe:
         self._copy(part, dma)
         cuda.event_record(self._dma_done[buffer], dma)
         if bounced is not None:
-            cuda.event_synchronize(self._dma_done[buffer])
-            copy_batch(bounced[1], bounced[0], self._geometry.block_bytes)
+            # While this chunk comes down, the one before goes on to its slots.
+            self._down.append((buffer, *bounced))
+            self._drain(1)
 
     def _ring_kernel(self, first: int, count: int) -> None:
         self._mover.move(

@@ -2,7 +2,7 @@
 
 from kvstore.index.block import NEVER, Block, Flush
 from kvstore.index.eviction import EvictionQueue, disk_evictable, gpu_evictable, host_evictable
-from kvstore.index.ghosts import Ghost, GhostList
+from kvstore.index.ghosts import Ghost, GhostList, Pressure
 from kvstore.index.index import BlockIndex
 from kvstore.index.space_index import SpaceIndex
 
@@ -14,6 +14,7 @@ __all__ = [
     "Flush",
     "Ghost",
     "GhostList",
+    "Pressure",
     "SpaceIndex",
     "disk_evictable",
     "gpu_evictable",

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from kvstore.tiers.base import TierName
 
-__all__ = ["Ghost", "GhostList"]
+__all__ = ["Ghost", "GhostList", "Pressure"]
 
 Cause = Literal["evicted", "corrupt", "io_error", "epoch"]
+
+
+class Pressure(StrEnum):
+    """What made an evicted block leave, as people read it."""
+
+    NONE = ""
+    ROOM = "room was needed for newer blocks"
+    OTHER_SIZE = "its memory was given to blocks of another size"
+    RESIZE = "the tier was made smaller"
+    REQUEST = "somebody asked for its eviction"
 
 
 class Ghost(NamedTuple):
@@ -20,11 +31,13 @@ class Ghost(NamedTuple):
         cause: evicted, corrupt, io_error or epoch (the space's epoch was bumped).
         tier: where its last copy was.
         unix_seconds: when.
+        pressure: what an eviction was for.
     """
 
     cause: Cause
     tier: TierName
     unix_seconds: float
+    pressure: Pressure = Pressure.NONE
 
 
 class GhostList:

@@ -18,7 +18,7 @@ from kvstore.index.eviction import (
     gpu_evictable,
     host_evictable,
 )
-from kvstore.index.ghosts import Ghost, GhostList
+from kvstore.index.ghosts import Ghost, GhostList, Pressure
 from kvstore.tiers.base import TierName
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class BlockIndex:
             block.parent.gpu_children -= 1
             self.offer(block.parent)
 
-    def drop_host(self, block: Block) -> None:
+    def drop_host(self, block: Block, pressure: Pressure = Pressure.ROOM) -> None:
         """Forget the host copy and free its slot; forget the block if that was its last copy."""
         slot = block.host
         if slot is None:
@@ -254,13 +254,13 @@ class BlockIndex:
             block.parent.host_children -= 1
         self._free_host(slot)
         if block.disk is None:
-            self._forget(block, "evicted", TierName.HOST)
+            self._forget(block, "evicted", TierName.HOST, pressure)
         else:
             self.offer(block)
         if block.parent is not None:
             self.offer(block.parent)
 
-    def drop_disk(self, block: Block) -> None:
+    def drop_disk(self, block: Block, pressure: Pressure = Pressure.ROOM) -> None:
         """Forget the disk copy; forget the block if that was its last copy.
 
         A block that stays in host does not go back to disk by itself: it left for want of room.
@@ -276,7 +276,7 @@ class BlockIndex:
             block.parent.disk_children -= 1
         self._free_disk(block, slot)
         if block.host is None:
-            self._forget(block, "evicted", TierName.DISK)
+            self._forget(block, "evicted", TierName.DISK, pressure)
         else:
             block.flush = Flush.REFUSED
             self.offer(block)
@@ -352,7 +352,7 @@ class BlockIndex:
         if block is not None:
             self.offer(block)
 
-    def evict(self, block: Block, tier: TierName) -> bool:
+    def evict(self, block: Block, tier: TierName, pressure: Pressure = Pressure.ROOM) -> bool:
         """Drop one copy if the rule lets it go; say whether it went."""
         if tier is TierName.GPU:
             if not gpu_evictable(block):
@@ -361,14 +361,16 @@ class BlockIndex:
         elif tier is TierName.HOST:
             if not host_evictable(block):
                 return False
-            self.drop_host(block)
+            self.drop_host(block, pressure)
         else:
             if not disk_evictable(block):
                 return False
-            self.drop_disk(block)
+            self.drop_disk(block, pressure)
         return True
 
-    def evict_all(self, blocks: Iterable[Block], tier: TierName) -> int:
+    def evict_all(
+        self, blocks: Iterable[Block], tier: TierName, pressure: Pressure = Pressure.ROOM
+    ) -> int:
         """Drop copies as far as the rule lets them go; return how many went.
 
         Blocks in chain order take one pass. In any other order it is repeated as long as it
@@ -379,7 +381,7 @@ class BlockIndex:
         while left:
             again = []
             for block in reversed(left):
-                if self.evict(block, tier):
+                if self.evict(block, tier, pressure):
                     dropped += 1
                 elif block.slot(tier) is not None:
                     again.append(block)
@@ -452,11 +454,14 @@ class BlockIndex:
                 self.ghosts.add(block.space.id, block.key, Ghost("epoch", tier, now))
             self._free_dead(block)
 
-    def _forget(self, block: Block, cause: Cause, tier: TierName) -> None:
+    def _forget(
+        self, block: Block, cause: Cause, tier: TierName, pressure: Pressure = Pressure.NONE
+    ) -> None:
         if block.space.blocks.get(block.key) is block:
             block.unlink()
             del block.space.blocks[block.key]
-            self.ghosts.add(block.space.id, block.key, Ghost(cause, tier, time.time()))
+            ghost = Ghost(cause, tier, time.time(), pressure)
+            self.ghosts.add(block.space.id, block.key, ghost)
 
     def _free_dead(self, block: Block) -> None:
         if block.gpu is not None and block.gpu_refs == 0:

@@ -151,11 +151,9 @@ class AsyncSpace(SpaceHandle):
         await self.run(self.flows.bump_epoch())
         return await self._client.open_space(self.spec)
 
-    async def explain(
-        self, keys: Keys | Iterable[bytes], request_id: str = ""
-    ) -> pb.ExplainResponse:
-        """Ask the daemon why a leading run ends where it ends."""
-        return await self.run(self.flows.explain(self.keys(keys), request_id))
+    async def explain(self, keys: Keys | Iterable[bytes]) -> pb.ExplainResponse:
+        """Ask the daemon why a leading run ends; see `kvstore.client.Space.explain`."""
+        return await self.run(self.flows.explain(self.keys(keys)))
 
 
 class AsyncClient:
@@ -295,6 +293,12 @@ class AsyncClient:
     async def stats(self) -> pb.StatsResponse:
         """Return one consistent picture of the daemon."""
         answer: pb.StatsResponse = await self._call("Stats", pb.StatsRequest(), self.timeout_s)
+        return answer
+
+    async def explain_request(self, request_id: str) -> pb.ExplainResponse:
+        """Ask the daemon what a recent acquire came to; see `kvstore.Client.explain_request`."""
+        request = pb.ExplainRequest(request_id=request_id)
+        answer: pb.ExplainResponse = await self._call("Explain", request, self.timeout_s)
         return answer
 
     async def spaces(self) -> list[pb.SpaceInfo]:

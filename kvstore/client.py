@@ -222,9 +222,9 @@ class Space(SpaceHandle):
         self._run(self.flows.bump_epoch())
         return self._client.open_space(self.spec)
 
-    def explain(self, keys: Keys | Iterable[bytes], request_id: str = "") -> pb.ExplainResponse:
-        """Ask the daemon why a leading run ends where it ends."""
-        answer: pb.ExplainResponse = self._run(self.flows.explain(self.keys(keys), request_id))
+    def explain(self, keys: Keys | Iterable[bytes]) -> pb.ExplainResponse:
+        """Ask the daemon why a leading run ends where it ends; the first 32,768 keys are looked at."""
+        answer: pb.ExplainResponse = self._run(self.flows.explain(self.keys(keys)))
         return answer
 
     def acquire(
@@ -234,6 +234,7 @@ class Space(SpaceHandle):
         deadline_s: float = 0.0,
         prefill_tokens_per_second: float = 0.0,
         priority: int = 0,
+        request_id: str = "",
     ) -> Future[Lease]:
         """Ask for a lease without waiting; see `Attachment.acquire`."""
         return self._client.attachment.acquire(
@@ -242,6 +243,7 @@ class Space(SpaceHandle):
             deadline_s=deadline_s,
             prefill_tokens_per_second=prefill_tokens_per_second,
             priority=priority,
+            request_id=request_id,
         )
 
     def reserve(
@@ -399,6 +401,19 @@ class Client:
         """Return the same again and again, until the iteration is broken off."""
         request = pb.WatchStatsRequest(interval_ms=max(1, milliseconds(interval_s)))
         return self.link.stream("WatchStats", request, None)
+
+    def explain_request(self, request_id: str) -> pb.ExplainResponse:
+        """Ask the daemon what a recent acquire came to, and why.
+
+        Args:
+            request_id: as the acquire named it, or a lease id in decimal.
+
+        Raises:
+            InvalidRequest: it is none of the last 1,024 acquires.
+        """
+        request = pb.ExplainRequest(request_id=request_id)
+        answer: pb.ExplainResponse = self.link.call("Explain", request, self.timeout_s)
+        return answer
 
     def spaces(self) -> list[pb.SpaceInfo]:
         """Return the spaces that the daemon knows."""

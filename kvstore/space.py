@@ -16,7 +16,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import KEY_BYTES
 from kvstore.units import PAGE_BYTES, round_up
 
-__all__ = ["SPACE_FORMAT_VERSION", "BlockShape", "SpaceSpec"]
+__all__ = ["SPACE_FORMAT_VERSION", "BlockShape", "Difference", "SpaceSpec"]
 
 # Don't forget to bump when a field is added, removed or changes its meaning.
 SPACE_FORMAT_VERSION: Final = 1
@@ -44,6 +44,15 @@ class BlockShape:
     def block_bytes(self) -> int:
         """Bytes that one block takes in a tier."""
         return self.slot_bytes * self.shards
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A field in which two specs differ, and its values as text."""
+
+    field: str
+    here: str
+    there: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +134,15 @@ class SpaceSpec:
         """Slots that one block takes."""
         return BlockShape(round_up(max(self.shard_bytes), PAGE_BYTES), len(self.shard_bytes))
 
+    def differences(self, other: SpaceSpec) -> tuple[Difference, ...]:
+        """Return the fields in which another spec differs, in their order here."""
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return tuple(
+            Difference(name, _text(ours), _text(theirs))
+            for name, ours, theirs in pairs
+            if ours != theirs
+        )
+
     @property
     def fingerprint(self) -> bytes:
         """32 bytes that name the space."""
@@ -140,3 +158,7 @@ class SpaceSpec:
             for part in (field.name.encode(), encoded):
                 digest.update(len(part).to_bytes(8, "little") + part)
         return digest.digest()
+
+
+def _text(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -383,7 +383,7 @@ class LookupResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., tiers: _Optional[bytes] = ..., miss: _Optional[_Union[Miss, _Mapping]] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("attachment_id", "space", "lease_id", "keys", "deadline_ms", "prefill_tokens_per_second", "priority", "parent")
+    __slots__ = ("attachment_id", "space", "lease_id", "keys", "deadline_ms", "prefill_tokens_per_second", "priority", "parent", "request_id")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     SPACE_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -392,6 +392,7 @@ class AcquireRequest(_message.Message):
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     attachment_id: int
     space: SpaceRef
     lease_id: int
@@ -400,7 +401,8 @@ class AcquireRequest(_message.Message):
     prefill_tokens_per_second: float
     priority: int
     parent: bytes
-    def __init__(self, attachment_id: _Optional[int] = ..., space: _Optional[_Union[SpaceRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., priority: _Optional[int] = ..., parent: _Optional[bytes] = ...) -> None: ...
+    request_id: str
+    def __init__(self, attachment_id: _Optional[int] = ..., space: _Optional[_Union[SpaceRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., priority: _Optional[int] = ..., parent: _Optional[bytes] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
     __slots__ = ("blocks", "slots", "tiers", "growing", "miss")
@@ -691,14 +693,42 @@ class ExplainRequest(_message.Message):
     def __init__(self, space: _Optional[_Union[SpaceRef, _Mapping]] = ..., keys: _Optional[bytes] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("blocks", "miss", "lines")
+    __slots__ = ("blocks", "miss", "lines", "others", "asked", "space", "key")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MISS_FIELD_NUMBER: _ClassVar[int]
     LINES_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    ASKED_FIELD_NUMBER: _ClassVar[int]
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     miss: Miss
     lines: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, blocks: _Optional[int] = ..., miss: _Optional[_Union[Miss, _Mapping]] = ..., lines: _Optional[_Iterable[str]] = ...) -> None: ...
+    others: _containers.RepeatedCompositeFieldContainer[OtherSpace]
+    asked: int
+    space: SpaceRef
+    key: bytes
+    def __init__(self, blocks: _Optional[int] = ..., miss: _Optional[_Union[Miss, _Mapping]] = ..., lines: _Optional[_Iterable[str]] = ..., others: _Optional[_Iterable[_Union[OtherSpace, _Mapping]]] = ..., asked: _Optional[int] = ..., space: _Optional[_Union[SpaceRef, _Mapping]] = ..., key: _Optional[bytes] = ...) -> None: ...
+
+class OtherSpace(_message.Message):
+    __slots__ = ("space", "blocks", "differences")
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    space: SpaceRef
+    blocks: int
+    differences: _containers.RepeatedCompositeFieldContainer[FieldDifference]
+    def __init__(self, space: _Optional[_Union[SpaceRef, _Mapping]] = ..., blocks: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[FieldDifference, _Mapping]]] = ...) -> None: ...
+
+class FieldDifference(_message.Message):
+    __slots__ = ("field", "here", "there")
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    HERE_FIELD_NUMBER: _ClassVar[int]
+    THERE_FIELD_NUMBER: _ClassVar[int]
+    field: str
+    here: str
+    there: str
+    def __init__(self, field: _Optional[str] = ..., here: _Optional[str] = ..., there: _Optional[str] = ...) -> None: ...
 
 class FlushRequest(_message.Message):
     __slots__ = ("deadline_ms",)

@@ -238,7 +238,7 @@ class KVStoreServicer(object):
 
     def Pin(self, request, context):
         """Keeps the leading run present until unpinned or expired: its blocks' last copies are not
-        evicted. Survives restarts of the daemon (as far as the blocks do).
+        evicted, nor are their copies on disk. Survives restarts of the daemon (as far as the blocks do).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -267,7 +267,8 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Says why a leading run ends where it ends.
+        """Says why a leading run ends where it ends: of keys, as things are now, or of a recent request,
+        as they were. Changes nothing, not even the order of eviction.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,6 +41,8 @@ LATER: Final = (None, False)
 _ASK_AGAIN_SECONDS: Final = 1.0
 # How long a request that could not be allocated goes without its lease.
 _PAUSE_SECONDS: Final = 0.5
+# Of a request's id, what the daemon takes.
+_REQUEST_ID_CHARS: Final = 256
 
 
 class SchedulerSide:
@@ -140,6 +142,7 @@ class SchedulerSide:
             keys,
             deadline_s=self.settings.disk_wait_seconds,
             prefill_tokens_per_second=self._pace.tokens_per_second,
+            request_id=track.request.request_id[:_REQUEST_ID_CHARS],
         )
 
     def _may_load(self, track: Track) -> bool:

@@ -99,6 +99,7 @@ class Space(Protocol):
         deadline_s: float = 0.0,
         prefill_tokens_per_second: float = 0.0,
         priority: int = 0,
+        request_id: str = "",
     ) -> Future[Any]:
         """Lease the leading run that is in memory; promote what follows until the deadline."""
 

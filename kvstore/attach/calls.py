@@ -89,8 +89,11 @@ class Calls(ABC):
         deadline_s: float = 0.0,
         prefill_tokens_per_second: float = 0.0,
         priority: int = 0,
+        request_id: str = "",
     ) -> Future[Lease]:
         """Ask for a lease on the leading run of `keys`; at most the first 32,768 are looked at.
+
+        `request_id` is what `kvstore explain --request` finds it by, at most 256 characters.
 
         Returns:
             A future that cannot be cancelled: its lease must be released.
@@ -112,6 +115,7 @@ class Calls(ABC):
             prefill_tokens_per_second=prefill_tokens_per_second,
             priority=priority,
             parent=pack_run_parent(keys),
+            request_id=request_id,
         )
 
         def accept(answer: pb.AcquireResponse) -> Lease:

@@ -14,7 +14,7 @@ from kvstore.keys import HASH_ALGORITHMS, Keys, chain_keys
 from kvstore.space import SpaceSpec
 from kvstore.units import parse_seconds
 
-__all__ = ["register"]
+__all__ = ["chosen_keys", "prompt_keys", "read_tokens", "register"]
 
 SpaceOption = Annotated[
     str,
@@ -37,25 +37,33 @@ TokensOption = Annotated[
 AllOption = Annotated[bool, typer.Option("--all", help="Take every block of the space.")]
 
 
-def _prompt_keys(file: Path, spec: SpaceSpec) -> Keys:
-    if spec.hash_algorithm not in HASH_ALGORITHMS:
-        raise InvalidRequest(
-            "tokens", f"the space's keys are made by the engine ({spec.hash_algorithm}): give keys"
-        )
+def read_tokens(file: Path) -> list[int]:
+    """Return the token ids in a file.
+
+    Raises:
+        InvalidRequest: it cannot be read, or holds something else.
+    """
     try:
         words = file.read_text().replace(",", " ").split()
     except (OSError, UnicodeDecodeError) as e:
         raise InvalidRequest("tokens", f"cannot read {file}: {e}") from e
     try:
-        tokens = [int(word) for word in words]
+        return [int(word) for word in words]
     except ValueError as e:
         raise InvalidRequest("tokens", f"{file}: {e}") from e
-    keys = chain_keys(tokens, spec.block_tokens, algorithm=spec.hash_algorithm)
-    if not keys:
+
+
+def prompt_keys(tokens: list[int], spec: SpaceSpec) -> Keys:
+    """Return the keys that a space has for a prompt; none when it fills no block.
+
+    Raises:
+        InvalidRequest: only the engine knows them.
+    """
+    if spec.hash_algorithm not in HASH_ALGORITHMS:
         raise InvalidRequest(
-            "tokens", f"{len(tokens)} tokens fill no block of {spec.block_tokens} tokens"
+            "tokens", f"the space's keys are made by the engine ({spec.hash_algorithm}): give keys"
         )
-    return keys
+    return chain_keys(tokens, spec.block_tokens, algorithm=spec.hash_algorithm)
 
 
 def chosen_keys(
@@ -71,7 +79,13 @@ def chosen_keys(
     if everything:
         return None
     if tokens is not None:
-        return _prompt_keys(tokens, spec)
+        prompt = read_tokens(tokens)
+        keys = prompt_keys(prompt, spec)
+        if not keys:
+            raise InvalidRequest(
+                "tokens", f"{len(prompt)} tokens fill no block of {spec.block_tokens} tokens"
+            )
+        return keys
     try:
         raw = [bytes.fromhex(key) for key in listed or ()]
     except ValueError as e:

@@ -1,4 +1,4 @@
-"""`kvstore explain`: why prompts share less of their prefix than they could."""
+"""`kvstore explain`: why a request missed, or why prompts share less than they could."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvstore.cli.connect import JsonOption
+from kvstore.cli.connect import AddressOption, JsonOption
 from kvstore.cli.output import console, count, make_table, print_json, shorten
 
 if TYPE_CHECKING:
@@ -110,13 +110,36 @@ def _print_table(
 
 
 def explain(
-    prompts: Annotated[
-        Path,
+    target: Annotated[
+        str | None,
         typer.Argument(
-            metavar="PROMPTS",
-            help='JSON lines: {"prompt": "…"} or {"messages": […], "tools": […]}.',
+            metavar="[PROMPTS|SPACE]",
+            help='A file of JSON lines: {"prompt": "…"} or {"messages": […], "tools": […]}; with '
+            "--keys or --tokens, a space's id or its start (`kvstore spaces`).",
+            show_default=False,
         ),
-    ],
+    ] = None,
+    keys: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY,…",
+            help="Explain these keys: hexadecimal, in chain order.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Explain a prompt: a file of token ids between spaces or commas.",
+        ),
+    ] = None,
+    request: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID",
+            help="Explain one of the last 1,024 loads: the engine's request id.",
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, metavar="N", help="Rows to show.")] = 10,
     tokenizer: Annotated[
         Path | None,
@@ -126,14 +149,32 @@ def explain(
             "without it 4 are assumed.",
         ),
     ] = None,
+    address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Explain why prompts share less of their prefix than they could.
+    """Explain why a request was not served from the cache, or what keeps prompts from sharing.
 
-    Groups prompts by shared prefix, shows where they part, and what parts them while the text
-    behind it is the same: timestamps, ids, reordered JSON, white space. Tells how many tokens
-    moving it would save. Needs no daemon.
+    With --keys, --tokens or --request it asks the daemon how far the hit goes and why it ends
+    there: never seen, evicted (from where, when, what for), stored in another space (and which
+    field differs), in flight, too late, not worth waiting, damaged, shorter than a block.
+
+    With a file of prompts it groups them by shared prefix, shows where they part, and what parts
+    them while the text behind it is the same: timestamps, ids, reordered JSON, white space. Tells
+    how many tokens moving it would save. Needs no daemon.
     """
+    if sum(given is not None for given in (keys, tokens, request)) > 1:
+        raise typer.BadParameter("give one of --keys, --tokens and --request")
+    if (target is None) == (request is None):
+        raise typer.BadParameter(
+            "give a file of prompts, or a space with --keys or --tokens, or --request"
+        )
+    if keys is not None or tokens is not None or request is not None:
+        from kvstore.cli.explain_online import explain_run
+
+        explain_run(target, keys, tokens, request, address, as_json)
+        return
+    assert target is not None
+    prompts = Path(target)
     from kvstore.explain import (
         CHARS_PER_TOKEN,
         analyse,

@@ -12,7 +12,7 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from kvstore.index import Block, Flush
+from kvstore.index import Block, Flush, Pressure
 from kvstore.tiers.base import TierName
 
 if TYPE_CHECKING:
@@ -166,6 +166,7 @@ class DiskRoom:
         if any(b.host_refs or b.flush in (Flush.QUEUED, Flush.WRITING) for b in orphans):
             return False
         counts = self._counters.counts
-        counts["evicted_blocks_host"] += self._index.evict_all(orphans, TierName.HOST)
-        counts["evicted_blocks_disk"] += self._index.evict_all(leaving, TierName.DISK)
+        for tier, blocks_there in ((TierName.HOST, orphans), (TierName.DISK, leaving)):
+            gone = self._index.evict_all(blocks_there, tier, Pressure.OTHER_SIZE)
+            counts[f"evicted_blocks_{tier.name.lower()}"] += gone
         return all(block.disk is None for block in blocks)

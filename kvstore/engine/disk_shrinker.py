@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Final
 from kvstore.engine.disk_records import record_of
 from kvstore.engine.shrinking import Part, next_to_leave
 from kvstore.errors import TierError
+from kvstore.index import Pressure
 from kvstore.syncpoint import reach
 from kvstore.tiers.base import Outcome, Slot, Transfer
 from kvstore.tiers.pool_copy import undisturbed
@@ -190,7 +191,7 @@ class DiskShrinker:
             block = queue.peek()
             if block is None:
                 return
-            self._index.drop_disk(block)
+            self._index.drop_disk(block, Pressure.RESIZE)
             self.evicted += 1
             self._counters.counts["evicted_blocks_disk"] += 1
 

@@ -108,6 +108,7 @@ class Engine(Assembly):
         priority: int = 0,
         prefill_tokens_per_second: float = 0.0,
         parent: bytes | None = None,
+        request_id: str = "",
     ) -> Acquired:
         """Lease a leading run; see `Leases.acquire`."""
         if attachment.state is State.SILENT:
@@ -123,6 +124,7 @@ class Engine(Assembly):
             priority,
             prefill_tokens_per_second,
             parent,
+            request_id,
         )
         lease = attachment.leases.get(lease_id)
         if lease is not None:

@@ -286,6 +286,20 @@ class Grants:
             if (writers := _still_writing(grant, granted))
         ]
 
+    def under_way(self, space: SpaceIndex, key: bytes) -> list[tuple[list[int], list[Attachment]]]:
+        """Return, per slot that a partly committed key is bound to, missing shards and writers."""
+        found = []
+        for grant in self._grants.values():
+            if grant.space is not space:
+                continue
+            for granted in grant.slots.values():
+                if granted.key == key and granted.failed is None:
+                    missing = [r for r in range(len(grant.writers)) if granted.open_shards >> r & 1]
+                    ids = sorted({grant.writers[r] for r in missing})
+                    writers = [self._attachments[i] for i in ids if i in self._attachments]
+                    found.append((missing, writers))
+        return found
+
     def void(self, space: SpaceIndex) -> None:
         """The space's epoch was bumped: nothing under way may become a block."""
         for grant in self._grants.values():

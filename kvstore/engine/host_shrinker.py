@@ -127,7 +127,7 @@ class HostShrinker:
             shape = blocks[0].space.shape
             missing = len(blocks) - self._host.spare_slots(shape)
             if missing > 0:
-                self.evicted += self._room.evict(shape, missing)
+                self.evicted += self._room.shrink(shape, missing)
             size = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // shape.block_bytes))
             for at in range(0, len(blocks), size):
                 batch = blocks[at : at + size]

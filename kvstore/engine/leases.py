@@ -10,6 +10,7 @@ cannot take them before their turn. It ends by release, by silence of its holder
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +23,7 @@ from kvstore.engine.events import (
     LeasesRevokedEvent,
 )
 from kvstore.engine.misses import NO_MISS, miss_of
+from kvstore.engine.recent import Forecast, RecentAcquire, RecentAcquires
 from kvstore.engine.worth import REVIEW_SECONDS
 from kvstore.errors import InvalidRequest
 from kvstore.miss import Miss, MissReason
@@ -77,6 +79,7 @@ class Lease:
         on_gpu: indices of blocks whose GPU copy it holds.
         where: position of each awaited block in `run`.
         miss: why the run ends after its last block.
+        recent: what is remembered of it when it has ended.
         holding: of the promoter's waiters: it holds what lands.
         pending: what was decided about its wait; None when it did not have to wait.
         review: when that is looked at again.
@@ -89,6 +92,7 @@ class Lease:
     run: list[Block]
     tiers: bytes
     miss: Miss
+    recent: RecentAcquire
     count: int = 0
     held: set[int] = field(default_factory=set)
     on_gpu: set[int] = field(default_factory=set)
@@ -143,6 +147,7 @@ class Leases:
         self._worth = worth
         self.count = 0
         self._growing: set[Lease] = set()
+        self.recent = RecentAcquires()
         # Set when there is a GPU tier.
         self.gpu: GpuSide | None = None
 
@@ -177,6 +182,7 @@ class Leases:
         priority: int,
         prefill_tokens_per_second: float = 0.0,
         parent: bytes | None = None,
+        request_id: str = "",
     ) -> Acquired:
         """Lease the leading run in host memory; wait for the rest if there is a deadline.
 
@@ -193,6 +199,7 @@ class Leases:
             prefill_tokens_per_second: how fast the client computes: it waits only while that is
                 predicted to take longer. 0: not known.
             parent: key before the first one; see `SpaceIndex.run`.
+            request_id: what the lease is for, in the client's words.
 
         Raises:
             InvalidRequest: as for `find_run`.
@@ -221,7 +228,7 @@ class Leases:
             miss = Miss(MissReason.DEADLINE, "disk" if late[0].host is None else "host")
             self._arrivals.hurry(late)
             del run[ready:]
-        pending = None
+        pending, forecast = None, None
         if ready < len(run):
             seconds = 0.0
             if prefill_tokens_per_second > 0:
@@ -230,6 +237,7 @@ class Leases:
             worth, pending = self._worth.choose(run, here, seconds, deadline_seconds, priority)
             if worth < len(run):
                 miss = self._worth.declined()
+                forecast = self._worth.forecast(run[worth:], here[worth:], seconds, priority)
                 del run[worth:]
         self._index.touch(run)
         tiers = bytes(
@@ -240,7 +248,12 @@ class Leases:
             else TierName.DISK
             for b in run
         )
-        lease = Lease(lease_id, self, attachment, space, run, tiers, miss)
+        recent = RecentAcquire(
+            request_id, lease_id, attachment, space, len(keys), deadline_seconds, time.time()
+        )
+        recent.ends(len(run), keys[len(run)] if len(run) < len(keys) else b"", miss, forecast)
+        self.recent.add(recent)
+        lease = Lease(lease_id, self, attachment, space, run, tiers, miss, recent)
         for i, block in enumerate(run):
             block.uses += 1
             if tiers[i] == TierName.GPU:
@@ -341,8 +354,12 @@ class Leases:
             self._truncate(lease, at, miss)
             self._finish_if_complete(lease)
 
-    def _truncate(self, lease: Lease, at: int, miss: Miss) -> None:
+    def _truncate(
+        self, lease: Lease, at: int, miss: Miss, forecast: Forecast | None = None
+    ) -> None:
         dropped = lease.run[at:]
+        if dropped:
+            lease.recent.ends(at, dropped[0].key, miss, forecast)
         for i in range(at, len(lease.run)):
             if i in lease.held:
                 lease.held.discard(i)
@@ -385,8 +402,12 @@ class Leases:
             worth = self._worth.still(lease.pending, lease.run, here)
         if worth < len(lease.run):
             self._worth.ended(lease.pending, cut=True)
+            at, seconds = max(worth, lease.count), lease.pending.block_seconds
+            forecast = self._worth.forecast(
+                lease.run[at:], here[at:], seconds, lease.pending.priority
+            )
             lease.pending = None
-            self._truncate(lease, max(worth, lease.count), self._worth.declined())
+            self._truncate(lease, at, self._worth.declined(), forecast)
             self._finish_if_complete(lease)
         if lease.where:
             loop = asyncio.get_running_loop()
@@ -434,7 +455,11 @@ class Leases:
 
     def _revoke(self, attachment: Attachment, ids: tuple[int, ...]) -> None:
         for lease_id in ids:
-            self._end(attachment.leases.pop(lease_id))
+            lease = attachment.leases.pop(lease_id)
+            self._end(lease)
+            if not lease.recent.miss:
+                lost = Miss(MissReason.LEASE_LOST, unix_seconds=time.time())
+                lease.recent.ends(lease.count, lease.recent.key, lost)
         if ids:
             self._counters.counts["leases_revoked"] += len(ids)
             attachment.send(LeasesRevokedEvent(ids))

@@ -17,7 +17,7 @@ import asyncio
 import heapq
 from typing import TYPE_CHECKING, Final
 
-from kvstore.index import Flush
+from kvstore.index import Flush, Pressure
 from kvstore.tiers.base import TierName
 
 if TYPE_CHECKING:
@@ -158,7 +158,9 @@ class Reclaimer:
         for block in doomed:
             if block.disk is None:
                 self.on_lost(block)
-        self._counters.counts["evicted_blocks_host"] += self._index.evict_all(doomed, TierName.HOST)
+        self._counters.counts["evicted_blocks_host"] += self._index.evict_all(
+            doomed, TierName.HOST, Pressure.OTHER_SIZE
+        )
         return all(block.host is None for block in blocks)
 
     def _look(self, shape: BlockShape, *, urgent: bool) -> bool:

@@ -19,6 +19,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import KVStoreError
+from kvstore.index import Pressure
 from kvstore.syncpoint import reach
 from kvstore.tiers.base import TierName
 
@@ -94,7 +95,7 @@ class Removal:
                         await asyncio.sleep(0)
                     if block.dead or block.slot(which) is None:
                         continue
-                    if self._index.evict(block, which):
+                    if self._index.evict(block, which, Pressure.REQUEST):
                         removed += 1
                     else:
                         again.append(block)

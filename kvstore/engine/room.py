@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.engine.reclaimer import Reclaimer
 from kvstore.engine.retirement import Retirement
-from kvstore.index import Flush
+from kvstore.index import Flush, Pressure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -179,7 +179,13 @@ class HostRoom:
         return await self.signal.wait(timeout)
 
     def _evict(
-        self, shape: BlockShape, count: int, older_than: int | None = None, *, inline: bool
+        self,
+        shape: BlockShape,
+        count: int,
+        older_than: int | None = None,
+        *,
+        inline: bool,
+        pressure: Pressure = Pressure.ROOM,
     ) -> int:
         """Drop up to `count` host copies, coldest first; background runs lose no block.
 
@@ -202,7 +208,7 @@ class HostRoom:
                 if not inline:
                     break
                 self._count_unused(block)
-            self._index.drop_host(block)
+            self._index.drop_host(block, pressure)
             freed += 1
         name = "evictions_inline" if inline else "evictions_background"
         self._counters.counts[name] += freed
@@ -213,9 +219,9 @@ class HostRoom:
         if self._flush_on_reuse and self.flusher is not None and not block.uses:
             self._counters.counts["flush_skipped_not_reused_blocks"] += 1
 
-    def evict(self, shape: BlockShape, count: int) -> int:
-        """Drop up to `count` host copies, coldest first, as far as the rule allows."""
-        return self._evict(shape, count, inline=True)
+    def shrink(self, shape: BlockShape, count: int) -> int:
+        """Drop up to `count` host copies for a smaller tier, coldest first, as the rule allows."""
+        return self._evict(shape, count, inline=True, pressure=Pressure.RESIZE)
 
     def made(self, shape: BlockShape | None) -> None:
         """Blocks may leave that could not before: wake who waits, or drop some ahead of need."""

@@ -21,6 +21,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvstore.engine.recent import Forecast
 from kvstore.miss import Miss, MissReason
 from kvstore.prefetch.planner import Plan, Want, plan
 
@@ -219,6 +220,26 @@ class Worth:
         self._counters.record("wait", took)
         self._counters.record("wait_predicted", pending.predicted_seconds)
         self._counters.record("wait_error", abs(took - pending.predicted_seconds))
+
+    def forecast(
+        self, run: Sequence[Block], here: Sequence[bool], block_seconds: float, priority: int
+    ) -> Forecast | None:
+        """Predict what waiting for some blocks takes, and computing them instead.
+
+        Args:
+            run: blocks.
+            here: which of them are in memory; the others are on disk.
+            block_seconds: what computing one takes; 0: not known.
+            priority: of the promotions.
+        """
+        cold = [b for b, ready in zip(run, here, strict=True) if not ready]
+        if not cold or self.promoter is None:
+            return None
+        now = asyncio.get_running_loop().time()
+        size = len(cold) * cold[0].space.shape.block_bytes
+        ahead = self.promoter.ahead_bytes(cold, priority)
+        load = self.promoter.path.seconds(size, ahead, now)
+        return Forecast(len(cold), load, len(run) * block_seconds)
 
     @staticmethod
     def declined() -> Miss:

@@ -129,12 +129,11 @@ class SpaceFlows(Reading, Writing):
         self._space.retire(f"epoch {self._space.ref.epoch} was ended by this handle")
         return epoch
 
-    def explain(self, keys: Keys, request_id: str) -> Flow[pb.ExplainResponse]:
+    def explain(self, keys: Keys) -> Flow[pb.ExplainResponse]:
         """Ask why a leading run ends where it ends; looks at the first 32,768 keys."""
         request = pb.ExplainRequest(
             space=self._space.ref,
             keys=keys.packed[: MAX_KEYS * keys.key_bytes],
-            request_id=request_id,
         )
         answer: pb.ExplainResponse = yield from self._rpc("Explain", request)
         return answer

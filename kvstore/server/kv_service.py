@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import kvstore
 from kvstore.address import machine_id
+from kvstore.engine.explainer import explain_keys, explain_request
 from kvstore.engine.long_calls import in_turns, lookup_in_turns, pin_in_turns
-from kvstore.errors import InvalidRequest, NotImplementedByServer
+from kvstore.errors import InvalidRequest, UnknownSpace
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc as rpc
 from kvstore.server.answers import answering, streaming
 from kvstore.server.attach_stream import AttachStream
 from kvstore.server.byte_streams import ByteStreams
+from kvstore.server.explain import explanation_message
 from kvstore.server.packing import pack_generation_slots
 from kvstore.tiers.base import Slot, TierName
 from kvstore.wire import (
     ALL_SHARDS,
+    MAX_KEYS,
     PROTOCOL_VERSION,
     SLOT_NAME_DTYPE,
     miss_to_message,
@@ -48,6 +51,7 @@ _MOST_SLOTS = 16_384
 _COMMIT_ITEMS = 2_048
 _MOST_TICKETS = 4_096
 _MAX_WAIT_MS = 3_600_000
+_REQUEST_ID_CHARS = 256
 _SLOT_BYTES = SLOT_NAME_DTYPE.itemsize
 
 
@@ -155,6 +159,8 @@ class KVStoreService(rpc.KVStoreServicer):
         rate = request.prefill_tokens_per_second
         if not 0 <= rate < math.inf:
             raise InvalidRequest("prefill_tokens_per_second", f"{rate} is no rate")
+        if len(request.request_id) > _REQUEST_ID_CHARS:
+            raise InvalidRequest("request_id", f"is longer than {_REQUEST_ID_CHARS} characters")
         acquired = self.engine.acquire(
             self._writer(request.attachment_id),
             space,
@@ -164,6 +170,7 @@ class KVStoreService(rpc.KVStoreServicer):
             request.priority,
             rate,
             self._parent(space, request.parent),
+            request.request_id,
         )
         return pb.AcquireResponse(
             blocks=acquired.blocks,
@@ -367,5 +374,12 @@ class KVStoreService(rpc.KVStoreServicer):
 
     @answering
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
-        """Not there yet."""
-        raise NotImplementedByServer("Explain is not implemented by this daemon")
+        """Say why a run ends."""
+        if request.request_id:
+            return explanation_message(explain_request(self.engine, request.request_id))
+        space = self.engine.index.spaces.get(request.space.id)
+        if space is None:
+            raise UnknownSpace(f"space {request.space.id.hex()[:12]} is unknown: open it")
+        keys = self._keys(space, request.keys)
+        explanation = explain_keys(self.engine, space, request.space.epoch, keys[:MAX_KEYS])
+        return explanation_message(explanation)

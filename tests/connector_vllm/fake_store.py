@@ -260,6 +260,7 @@ class FakeSpace:
         deadline_s: float = 0.0,
         prefill_tokens_per_second: float = 0.0,
         priority: int = 0,
+        request_id: str = "",
     ) -> Future[Any]:
         daemon = self._client.daemon
         try:

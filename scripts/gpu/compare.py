@@ -323,6 +323,7 @@ def main() -> int:
     parser.add_argument("--pool-gib", type=float, default=24)
     parser.add_argument("--gpu-pool-gib", type=float, default=12)
     parser.add_argument("--kv-gb", type=float, default=11)
+    parser.add_argument("--no-invariant", action="store_true", help="vLLM's ordinary kernels")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs; starts take longer")
     parser.add_argument(
         "--shape", type=json.loads, default={}, help="changes to the models' shapes"

@@ -32,7 +32,11 @@ def serve(
     ] = None,
     metrics: Annotated[
         str | None,
-        _flag("--metrics", "Serve Prometheus metrics on this host:port.", "ADDRESS"),
+        _flag(
+            "--metrics",
+            "Serve a status page (/) and Prometheus metrics (/metrics) here: host:port.",
+            "ADDRESS",
+        ),
     ] = None,
     stop_timeout: Annotated[
         str | None, _flag("--stop-timeout", "How long a stop may flush.", "SECONDS")

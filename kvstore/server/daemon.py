@@ -50,9 +50,9 @@ from kvstore.server.gpu_pool import gpu_reader, gpu_tier
 from kvstore.server.kept_pool import find_kept_pool
 from kvstore.server.kv_service import KVStoreService
 from kvstore.server.loop_slices import SliceSelector
-from kvstore.server.metrics import serve_metrics
 from kvstore.server.reading import CarefulServer
 from kvstore.server.sockets import BootSocket
+from kvstore.server.web import serve_web
 from kvstore.syncpoint import arm_from_environment
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk_directory import make_directory
@@ -303,7 +303,7 @@ async def _run(
     try:
         sockets, bound = await _bind(server, config, boot_id.hex()[:12])
         if config.metrics is not None:
-            beside.enter_context(serve_metrics(engine, config.metrics))
+            beside.enter_context(serve_web(engine, boot_id, config.metrics))
         if config.record is not None:
             recorder = Recorder(config.record, engine.counters)
             beside.callback(recorder.close)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from kvstore.engine.counters import UsageCounts
-from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from prometheus_client import Metric
 
-    from kvstore.address import Address
     from kvstore.engine import Engine
 
-__all__ = ["EngineCollector", "serve_metrics"]
+__all__ = ["EngineCollector"]
 
 
 class EngineCollector(Collector):
@@ -133,24 +129,3 @@ class EngineCollector(Collector):
                 "Longest since the daemon began to serve.",
                 value=timing.longest,
             )
-
-
-@contextmanager
-def serve_metrics(engine: Engine, address: Address) -> Iterator[None]:
-    """Serve `/metrics` on an address for as long as the context lasts.
-
-    Raises:
-        ConfigError: the address cannot be bound.
-    """
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(engine))
-    try:
-        server, thread = start_http_server(address.port, address.host, registry)
-    except OSError as error:
-        raise ConfigError(f"metrics: cannot bind {address}: {error.strerror}") from error
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

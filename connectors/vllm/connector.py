@@ -93,7 +93,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             shards=[engine.shard(pipeline_rank, tensor_rank)],
         )
         _ = client.attachment  # begin to attach
-        return WorkerSide(engine, client, tensor_rank=tensor_rank, pipeline_rank=pipeline_rank)
+        return WorkerSide(
+            engine,
+            client,
+            tensor_rank=tensor_rank,
+            pipeline_rank=pipeline_rank,
+            early_loads=settings.early_loads,
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:

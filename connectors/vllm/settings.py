@@ -30,6 +30,9 @@ class Settings(BaseModel):
         idle_credit_bytes: of it, what is kept while no request runs.
         store: whether to store what the engine computes.
         load: whether to load.
+        early_loads: on a GPU, whether a load may be reported to an idle engine before its bytes are
+            there. Should its slots be taken back in those milliseconds (an epoch is bumped, say),
+            the engine stops rather than give a wrong token.
         store_factory: `module:callable` that makes the client, instead of `kvstore.Client`.
     """
 
@@ -49,6 +52,7 @@ class Settings(BaseModel):
     idle_credit_bytes: int = Field(default=64 << 20, ge=0)
     store: bool = True
     load: bool = True
+    early_loads: bool = True
     store_factory: str = ""
 
     @classmethod

@@ -44,7 +44,13 @@ class WorkerSide:
     """State of one rank."""
 
     def __init__(
-        self, engine: EngineShape, client: Client, *, tensor_rank: int, pipeline_rank: int
+        self,
+        engine: EngineShape,
+        client: Client,
+        *,
+        tensor_rank: int,
+        pipeline_rank: int,
+        early_loads: bool = True,
     ) -> None:
         """Wait for the KV cache to be registered.
 
@@ -53,7 +59,10 @@ class WorkerSide:
             client: this process's.
             tensor_rank: within the tensor-parallel group.
             pipeline_rank: pipeline stage.
+            early_loads: see `Settings`.
         """
+        # Without reports, leases would end when loads are reported, not when their bytes are there.
+        self._early_loads = early_loads and REPORTS
         self._engine = engine
         self._client = client
         self._rank = pipeline_rank * engine.tensor_parallel + tensor_rank
@@ -178,7 +187,7 @@ class WorkerSide:
         else:
             run = SlotRun(load.slots, load.boot_id)
             early = self._copier.load(
-                load.blocks, run, load.skip, done, landed if REPORTS else None, idle=idle
+                load.blocks, run, load.skip, done, landed if self._early_loads else None, idle=idle
             )
             if early:
                 self._early = True

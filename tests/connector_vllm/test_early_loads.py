@@ -33,10 +33,11 @@ class EarlyCopier(CpuCopier):
         *,
         idle: bool = False,
     ) -> bool:
-        assert landed is not None
         self.idle_seen.append(idle)
         assert self._load(blocks, run, skip).all()
         done(np.ones(len(blocks), np.bool_))
+        if landed is None:
+            return False
         self.landing.append(landed)
         return True
 
@@ -106,6 +107,18 @@ def test_slots_taken_back_after_all_stop_the_engine_instead_of_giving_a_wrong_to
     engine.add(TOKENS)
     with pytest.raises(Unsafe, match="taken back"):
         engine.run()
+    engine.close()
+
+
+def test_early_loads_can_be_turned_off() -> None:
+    _, engine = filled()
+    (copier,) = early(engine)
+    engine.ranks[0].worker._early_loads = False
+    copier.right = False
+    engine.run(engine.add(TOKENS))
+    assert copier.idle_seen
+    assert engine.loaded_tokens
+    assert not copier.landing
     engine.close()
 
 

@@ -287,7 +287,6 @@ class CudaCopier:
                 self._inbound -= flight.length
                 self._early -= landed is not None
                 self._changed.notify_all()
-            self._submit_queued()
 
     def settle(self) -> None:
         """Wait until every load that was reported early has said `landed`."""

@@ -12,7 +12,7 @@ SETUP := $(PYTHON) scripts/setup_env.py
 MODEL := .cache/smollm2-fp32
 
 .DEFAULT_GOAL := help
-.PHONY: help venv vllm model demo test test-fast crashtest soak lint format bench wheel clean distclean
+.PHONY: help venv vllm model demo test test-fast crashtest soak lint format metrics-table bench wheel clean distclean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '%-10s %s\n' "$$name" "$$text"; done
@@ -51,6 +51,9 @@ lint: venv ## Run ruff, mypy and import-linter
 format: venv ## Reformat the code
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+metrics-table: venv ## Write the table of docs/metrics.md anew
+	@PYTHONPATH=$(CURDIR) $(BIN)/python -c "import pathlib, kvstore.server.metric_series as m; m.write(pathlib.Path('docs/metrics.md'))"
 
 bench: venv ## Measure the data path on this machine
 	@$(BIN)/python -m kvstore bench $(ARGS)

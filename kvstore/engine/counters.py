@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -11,9 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Counters", "Timing", "UsageCounts"]
+__all__ = ["BUCKET_SECONDS", "Counters", "Histogram", "Timing", "UsageCounts"]
 
 _SAMPLES = 4096
+# Upper limits of a histogram's buckets: 1, 2, 5 a decade, from a microsecond to a minute.
+BUCKET_SECONDS = (
+    *(float(f"{digit}e{power}") for power in range(-6, 1) for digit in (1, 2, 5)),
+    10.0,
+    20.0,
+    60.0,
+)
 # Counts travel as uint64: what a client makes up must not make the sums unsendable.
 _MAX_COUNT = (1 << 64) - 1
 
@@ -60,6 +68,23 @@ class Timing:
     longest: float
 
 
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """All samples of a timing since the start.
+
+    Attributes:
+        name: of the timing.
+        buckets: samples up to each of `BUCKET_SECONDS` and above the one before; then the rest.
+        total: sum, seconds.
+        longest: seconds.
+    """
+
+    name: str
+    buckets: tuple[int, ...]
+    total: float
+    longest: float
+
+
 class Counters:
     """Named counts, misses by reason, and timings."""
 
@@ -69,6 +94,7 @@ class Counters:
         self.miss_blocks: Counter[str] = Counter()
         self.miss_tokens: Counter[str] = Counter()
         self._samples: dict[str, deque[float]] = {}
+        self._buckets: dict[str, list[int]] = {}
         self._counts: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
         self._longest: dict[str, float] = {}
@@ -83,12 +109,16 @@ class Counters:
         """Add one sample."""
         samples = self._samples.get(name)
         if samples is None:
+            # Last, so that whoever finds it there finds the others, too: metrics are scraped by
+            # another thread.
+            self._buckets[name] = [0] * (len(BUCKET_SECONDS) + 1)
+            self._seconds[name] = self._longest[name] = 0.0
             samples = self._samples[name] = deque(maxlen=_SAMPLES)
         samples.append(seconds)
+        self._buckets[name][bisect_left(BUCKET_SECONDS, seconds)] += 1
         self._counts[name] += 1
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-        if seconds > self._longest.get(name, -1.0):
-            self._longest[name] = seconds
+        self._seconds[name] += seconds
+        self._longest[name] = max(self._longest[name], seconds)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -98,6 +128,13 @@ class Counters:
             yield
         finally:
             self.record(name, time.perf_counter() - start)
+
+    def histograms(self) -> list[Histogram]:
+        """Return all samples since the start by name. Any thread."""
+        return [
+            Histogram(name, tuple(self._buckets[name]), self._seconds[name], self._longest[name])
+            for name in sorted(self._samples)
+        ]
 
     def timings(self) -> list[Timing]:
         """Return percentiles by name."""

@@ -270,9 +270,10 @@ class Grants:
     def open_slots_of(self, attachment: Attachment) -> OpenSlots:
         """Return what waits for an attachment: slots that it may still be writing to."""
         slots = size = 0
-        for grant in attachment.writing:
+        # Copies: metrics ask from another thread.
+        for grant in list(attachment.writing):
             mine = self.shards_of(grant, attachment.id)
-            waiting = sum(1 for g in grant.slots.values() if g.open_shards & mine)
+            waiting = sum(1 for g in list(grant.slots.values()) if g.open_shards & mine)
             slots += waiting
             size += waiting * grant.space.shape.block_bytes
         return OpenSlots(slots, size)

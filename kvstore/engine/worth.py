@@ -92,6 +92,11 @@ class Worth:
         self._probe = _Probe()
         self._probed = 0.0
 
+    @property
+    def stalled(self) -> bool:
+        """Whether the path from disk had stalled when somebody looked last. Any thread."""
+        return self._was_stalled
+
     def stalled_seconds(self) -> float:
         """Return for how long the path from disk has been stalled; 0 when it is not."""
         if self.promoter is None:

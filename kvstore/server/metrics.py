@@ -1,14 +1,18 @@
-"""Prometheus metrics, read from the engine when scraped. Label sets are bounded."""
+"""Prometheus metrics, read from the engine when scraped; `metric_series` says what there is."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from kvstore.engine.counters import UsageCounts
+from kvstore.engine.attachments import State
+from kvstore.engine.counters import BUCKET_SECONDS, UsageCounts
+from kvstore.miss import MissReason
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.server.metric_series import COUNTS, SERIES, TIMINGS, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,11 +23,22 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineCollector"]
 
+# Name of a series, values of its labels, value.
+_Sample = tuple[str, tuple[str, ...], float]
+
+_CALLS: Final = frozenset(
+    method.name.lower()
+    for service in pb.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+)
+_STUCK: Final = (State.PRESUMED_DEAD, State.SILENT)
+
 
 class EngineCollector(Collector):
     """Turns the engine's numbers into metric families.
 
-    Runs on the HTTP server's thread: it reads plain numbers only, each of which is consistent.
+    Runs on the HTTP server's thread: it reads plain numbers, each of which is consistent, and
+    copies what the event loop may change before it iterates.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -31,101 +46,142 @@ class EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families."""
-        engine = self._engine
-        spaces = list(engine.index.spaces.values())
-        tiers = [("host", engine.host.usage(), sum(s.host_blocks for s in spaces))]
-        if engine.gpu is not None:
-            tiers.append(("gpu", engine.gpu.usage(), sum(s.gpu_blocks for s in spaces)))
-            yield CounterMetricFamily(
-                "kvstore_gpu_copied_bytes_in",
-                "Into the GPU pool.",
-                value=engine.gpu.copied_in_bytes,
-            )
-            yield CounterMetricFamily(
-                "kvstore_gpu_copied_bytes_out", "Out of it.", value=engine.gpu.copied_out_bytes
-            )
-            yield CounterMetricFamily(
-                "kvstore_gpu_pin_failures",
-                "Pieces of host memory that could not be locked for DMA.",
-                value=engine.gpu.pin_failures,
-            )
-            yield GaugeMetricFamily(
-                "kvstore_gpu_degraded",
-                "1 after a device has failed: the pool is out of service.",
-                value=int(engine.gpu.state != "ok"),
-            )
-        if engine.gpu_reader is not None:
-            way = GaugeMetricFamily(
-                "kvstore_gpu_direct",
-                "1 for how blocks come from disk to the GPU pool now.",
-                labels=["engine"],
-            )
-            way.add_metric([engine.gpu_reader.name], 1)
-            yield way
-            yield CounterMetricFamily(
-                "kvstore_gpu_direct_failures",
-                "Blocks that cuFile did not bring.",
-                value=engine.gpu_reader.failures,
-            )
-        if engine.disk is not None:
-            tiers.append(("disk", engine.disk.usage(), sum(s.disk_blocks for s in spaces)))
-        capacity = GaugeMetricFamily("kvstore_tier_capacity_bytes", "Limit.", labels=["tier"])
-        used = GaugeMetricFamily(
-            "kvstore_tier_used_bytes", "In blocks or granted.", labels=["tier"]
-        )
-        blocks = GaugeMetricFamily("kvstore_tier_blocks", "Blocks with a copy.", labels=["tier"])
-        for name, usage, count in tiers:
-            capacity.add_metric([name], usage.capacity_bytes)
-            used.add_metric([name], usage.used_bytes)
-            blocks.add_metric([name], count)
-        yield from (capacity, used, blocks)
-        yield GaugeMetricFamily("kvstore_leases", "Leases held.", value=engine.leases.count)
-        yield GaugeMetricFamily(
-            "kvstore_granted_slots",
-            "Slots granted and not settled.",
-            value=engine.grants.slot_count,
-        )
-        yield GaugeMetricFamily(
-            "kvstore_dirty_blocks", "Blocks on their way to disk.", value=engine.dirty_blocks()
-        )
-        if engine.budget is not None:
-            yield GaugeMetricFamily(
-                "kvstore_disk_budget_bytes",
-                "May be written to disk in 24 hours.",
-                value=engine.budget.day_bytes,
-            )
-            yield GaugeMetricFamily(
-                "kvstore_disk_budget_left_bytes",
-                "Of that, what is left now.",
-                value=engine.budget.left_bytes,
-            )
-        for name, count in list(engine.counters.counts.items()):
-            yield CounterMetricFamily(f"kvstore_{name}", name.replace("_", " "), value=count)
-        for unit, misses in (
-            ("blocks", engine.counters.miss_blocks),
-            ("tokens", engine.counters.miss_tokens),
-        ):
-            family = CounterMetricFamily(
-                f"kvstore_miss_{unit}", f"Asked for and not served, {unit}.", labels=["reason"]
-            )
-            for reason, count in list(misses.items()):
-                family.add_metric([reason], count)
+        """Yield all families that have a value."""
+        samples: dict[str, list[tuple[tuple[str, ...], float]]] = {}
+        for name, labels, value in self._samples():
+            samples.setdefault(name, []).append((labels, value))
+        for name, found in samples.items():
+            series = SERIES[name]
+            family: CounterMetricFamily | GaugeMetricFamily
+            if series.kind is Kind.COUNTER:
+                family = CounterMetricFamily(name, series.meaning, labels=series.labels)
+            else:
+                family = GaugeMetricFamily(name, series.meaning, labels=series.labels)
+            for labels, value in found:
+                family.add_metric(labels, value)
             yield family
+        yield from self._histograms()
+
+    def _samples(self) -> Iterator[_Sample]:
+        yield from self._usage()
+        yield from self._tiers()
+        yield from self._holders()
+        yield from self._disk_path()
+        yield from self._gpu()
+        counters = self._engine.counters
+        for name in COUNTS:
+            # `get`, not `[]`: a scrape must not add to what the loop iterates over.
+            yield f"kvstore_{name}", (), counters.counts.get(name, 0)
+        for reason in MissReason:
+            if reason is not MissReason.NONE:
+                yield "kvstore_miss_blocks", (reason.value,), counters.miss_blocks.get(reason, 0)
+                yield "kvstore_miss_tokens", (reason.value,), counters.miss_tokens.get(reason, 0)
+        for timing in counters.histograms():
+            yield "kvstore_longest_seconds", (timing.name,), timing.longest
+
+    def _usage(self) -> Iterator[_Sample]:
         total = UsageCounts()
-        for counts in list(engine.usage.values()):
+        for counts in list(self._engine.usage.values()):
             total.add(counts)
-        for name, count in asdict(total).items():
-            yield CounterMetricFamily(f"kvstore_client_{name}", "Reported by clients.", value=count)
-        for timing in engine.counters.timings():
-            yield SummaryMetricFamily(
-                f"kvstore_{timing.name}_seconds",
-                "Handler time.",
-                count_value=timing.count,
-                sum_value=timing.total,
-            )
-            yield GaugeMetricFamily(
-                f"kvstore_{timing.name}_longest_seconds",
-                "Longest since the daemon began to serve.",
-                value=timing.longest,
-            )
+        values = total.values()
+        reused = 0
+        for tier in ("gpu", "host", "disk"):
+            tokens = values.pop(f"reused_tokens_{tier}")
+            reused += tokens
+            yield "kvstore_client_reused_tokens", (tier,), tokens
+        for name, value in values.items():
+            yield f"kvstore_client_{name}", (), value
+        if total.prompt_tokens:
+            yield "kvstore_effective_hit_ratio", (), reused / total.prompt_tokens
+
+    def _tiers(self) -> Iterator[_Sample]:
+        engine = self._engine
+        counts = engine.counters.counts
+        spaces = list(engine.index.spaces.values())
+        yield "kvstore_spaces", (), len(spaces)
+        tiers = [("host", engine.host.usage(), engine.host.state)]
+        blocks = Counter(host=sum(space.host_blocks for space in spaces))
+        if engine.disk is not None:
+            tiers.append(("disk", engine.disk.usage(), engine.disk.state))
+            blocks["disk"] = sum(space.disk_blocks for space in spaces)
+        if engine.gpu is not None:
+            tiers.append(("gpu", engine.gpu.usage(), engine.gpu.state))
+            blocks["gpu"] = sum(space.gpu_blocks for space in spaces)
+        for tier, usage, state in tiers:
+            label = (tier,)
+            yield "kvstore_tier_capacity_bytes", label, usage.capacity_bytes
+            yield "kvstore_tier_used_bytes", label, usage.used_bytes
+            yield "kvstore_tier_blocks", label, blocks[tier]
+            yield "kvstore_tier_degraded", label, int(state != "ok")
+            for name in ("hit_blocks", "hit_tokens", "evicted_blocks"):
+                yield f"kvstore_{name}", label, counts.get(f"{name}_{tier}", 0)
+
+    def _holders(self) -> Iterator[_Sample]:
+        engine = self._engine
+        states = Counter[str]()
+        stuck_slots, stuck_bytes = engine.quarantine.stuck
+        leased = 0
+        for attachment in engine.attachments.snapshot():
+            states[attachment.state.value] += 1
+            leased += attachment.leased_bytes
+            if attachment.state in _STUCK:
+                waiting = engine.grants.open_slots_of(attachment)
+                stuck_slots += waiting.slots
+                stuck_bytes += waiting.bytes
+        for state in State:
+            if state is not State.GONE:
+                yield "kvstore_attachments", (state.value,), states[state.value]
+        yield "kvstore_leases", (), engine.leases.count
+        yield "kvstore_leased_bytes", (), leased
+        yield "kvstore_grants", (), len(engine.grants)
+        yield "kvstore_granted_slots", (), engine.grants.slot_count
+        yield "kvstore_stuck_slots", (), stuck_slots
+        yield "kvstore_stuck_bytes", (), stuck_bytes
+
+    def _disk_path(self) -> Iterator[_Sample]:
+        engine = self._engine
+        yield "kvstore_dirty_blocks", (), engine.dirty_blocks()
+        if engine.disk is not None:
+            yield "kvstore_disk_read_bytes", (), engine.disk.read_bytes
+            yield "kvstore_disk_written_bytes", (), engine.disk.written_bytes
+            yield "kvstore_disk_io_errors", (), engine.disk.io_errors
+        if engine.budget is not None:
+            yield "kvstore_disk_budget_bytes", (), engine.budget.day_bytes
+            yield "kvstore_disk_budget_left_bytes", (), engine.budget.left_bytes
+        promoter = engine.promoter
+        if promoter is not None:
+            yield "kvstore_promotion_queue_bytes", (), promoter.queued_bytes
+            yield "kvstore_promotion_jobs", (), promoter.jobs
+            yield "kvstore_path_stalled", ("disk",), int(engine.worth.stalled)
+            if promoter.path.measured:
+                speed = promoter.path.bytes_per_second
+                yield "kvstore_path_bytes_per_second", ("disk",), speed
+                yield "kvstore_path_latency_seconds", ("disk",), promoter.path.latency_seconds
+
+    def _gpu(self) -> Iterator[_Sample]:
+        gpu, reader = self._engine.gpu, self._engine.gpu_reader
+        if gpu is not None:
+            yield "kvstore_gpu_copied_bytes_in", (), gpu.copied_in_bytes
+            yield "kvstore_gpu_copied_bytes_out", (), gpu.copied_out_bytes
+            yield "kvstore_gpu_pin_failures", (), gpu.pin_failures
+        if reader is not None:
+            yield "kvstore_gpu_direct", (reader.name,), 1
+            yield "kvstore_gpu_direct_failures", (), reader.failures
+
+    def _histograms(self) -> Iterator[Metric]:
+        series = SERIES["kvstore_call_seconds"]
+        calls = HistogramMetricFamily(series.name, series.meaning, labels=series.labels)
+        for timing in self._engine.counters.histograms():
+            running, buckets = 0, []
+            # What the loop adds meanwhile is in the next scrape: the sum of these is the count.
+            for limit, count in zip((*BUCKET_SECONDS, None), timing.buckets, strict=True):
+                running += count
+                buckets.append(("+Inf" if limit is None else f"{limit:g}", running))
+            if timing.name in _CALLS:
+                calls.add_metric([timing.name], buckets, timing.total)
+            elif timing.name in TIMINGS:
+                series = SERIES[f"kvstore_{timing.name}_seconds"]
+                family = HistogramMetricFamily(series.name, series.meaning)
+                family.add_metric([], buckets, timing.total)
+                yield family
+        yield calls

@@ -138,7 +138,7 @@ def test_panels_are_in_order() -> None:
     for panel in panels:
         for target in panel["targets"]:
             metrics = _METRIC.findall(target["expr"])
-            assert target["expr"].count('{instance=~"$instance"}') == len(metrics)
+            assert target["expr"].count('{instance=~"$instance"') == len(metrics)
 
 
 def test_what_is_provisioned_fits_together() -> None:

@@ -395,6 +395,21 @@ def test_a_gpu_with_little_memory_left_gets_a_smaller_ring(make: Make) -> None:
         make(Route.RING, room=3 * one - 1)
 
 
+def test_stores_that_would_hold_up_the_engine_are_given_up_at_once(make: Make) -> None:
+    world = make(Route.RING, reach=PAGEABLE)
+    world.compute([1, 2, 3, 4], 1)
+    world.copier._slow_bytes = 1 << 40  # many are on their way
+    refused = world.store([1, 2, 3, 4], 0)
+    assert refused.said == [False]
+    assert not world.users
+    world.copier._slow_bytes = 0
+    assert world.store([1, 2, 3, 4], 0).wait() is True
+    assert world.copier._slow_bytes == 0
+    world.reach = PINNED
+    world.copier._slow_bytes = 1 << 40
+    assert world.store([1, 2, 3, 4], 1).wait() is True
+
+
 def test_blocks_outside_the_cache_are_refused(make: Make) -> None:
     world = make(Route.RING)
     assert not world.load([1, 2, 3, BLOCKS], 0).wait().any()

@@ -29,6 +29,7 @@ reported as failed; slots stay mapped and granted until nothing touches them any
 
 from __future__ import annotations
 
-from kvstore.connectors.vllm.cuda.copier import CudaCopier, make_copier
+from kvstore.connectors.vllm.cuda.copier import CudaCopier
+from kvstore.connectors.vllm.cuda.factory import make_copier
 
 __all__ = ["CudaCopier", "make_copier"]

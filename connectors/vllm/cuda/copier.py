@@ -21,14 +21,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.attach.mapped import DEVICE, PAGEABLE
 from kvstore.connectors.vllm.copier import Lane, SlotRun
-from kvstore.connectors.vllm.cuda.pins import SlabPins
 from kvstore.connectors.vllm.cuda.pipe import Mover, Pipe, Runtime
 from kvstore.connectors.vllm.cuda.routes import Job, Route, job_of, route_of
 from kvstore.connectors.vllm.geometry import Geometry
@@ -36,17 +35,18 @@ from kvstore.connectors.vllm.guard import log_once
 from kvstore.connectors.vllm.store import Attachment, Held
 from kvstore.errors import KVStoreError
 
-__all__ = ["CudaCopier", "make_copier"]
+__all__ = ["MOST_CHUNK_BYTES", "CudaCopier"]
 
-# Of each buffer in the rings: large enough that submitting is cheap, and small beside the memory.
-_MOST_CHUNK_BYTES: Final = 64 << 20
-_LEAST_CHUNK_BYTES: Final = 8 << 20
-_CHUNK_SHARE: Final = 2048
+# Of each buffer in the rings: large enough that submitting is cheap.
+MOST_CHUNK_BYTES: Final = 64 << 20
 _BOUNCE_CHUNK_BYTES: Final = 16 << 20
 # Loads that are submitted at a time (40 ms). More would fill the GPU's queues, where submitting
 # blocks; and a load is reported early only while no more than this is on its way, because the
 # compute stream, and whoever comes next, waits for it.
 _INBOUND_BYTES: Final = 2 << 30
+# Stores to memory that is not pinned (yet), at a time; one alone may be larger. Blocks that they read
+# cannot be given to anybody else before, so more would hold up the engine: rather store less.
+_SLOW_BYTES: Final = 256 << 20
 
 
 class Device(Runtime, Protocol):
@@ -64,6 +64,8 @@ class _Flight:
         begun: recorded on the compute stream when the copy was asked for.
         read: a store has read its blocks.
         done: the bytes are in place.
+        length: bytes, where somebody counts them.
+        failed: it was not submitted, or not whole.
         submitted: set when `read` and `done` stand for this copy.
     """
 
@@ -91,7 +93,7 @@ class CudaCopier:
         device_number: int,
         multiprocessors: int,
         serving: Callable[[], None] = lambda: None,
-        chunk_bytes: int = _MOST_CHUNK_BYTES,
+        chunk_bytes: int = MOST_CHUNK_BYTES,
         bounce_chunk_bytes: int = _BOUNCE_CHUNK_BYTES,
         inbound_bytes: int = _INBOUND_BYTES,
     ) -> None:
@@ -156,6 +158,7 @@ class CudaCopier:
         # Loads of host slots that are not submitted yet, in order, and bytes of those that are.
         self._queue: deque[tuple[_Flight, Job]] = deque()
         self._inbound = 0
+        self._slow_bytes = 0
         self._submitting = threading.Lock()
         self._closed = False
 
@@ -305,11 +308,16 @@ class CudaCopier:
             flight = self._board(run)
             flight.read = self._event()
             job = self._job(flight, flat, run, 0)
+            slowly = bool((job.reach == PAGEABLE).any())
+            if slowly and not self._take_slow(flight, len(flat) * self._geometry.block_bytes):
+                self._leave(flight)
+                done(False)
+                return
             number = self._numbers = self._numbers + 1
             with self._guard:
                 self._storing[number] = flight
             self._reader[flat] = number
-            if (job.reach == PAGEABLE).any():
+            if slowly:
                 self._submit_slowly(flight, job, to_cache=False)
             else:
                 self._submit(self._out, flight, job, to_cache=False)
@@ -322,12 +330,22 @@ class CudaCopier:
             flight.submitted.set()
         self._stores.submit(lambda: self._stored(number, flight, done))
 
+    def _take_slow(self, flight: _Flight, length: int) -> bool:
+        """Return whether one more store may go through the bounce buffer."""
+        with self._guard:
+            if self._slow_bytes and self._slow_bytes + length > _SLOW_BYTES:
+                return False
+            flight.length = length
+            self._slow_bytes += length
+            return True
+
     def _stored(self, number: int, flight: _Flight, done: Callable[[bool], None]) -> None:
         """On the stores' thread: wait for a store."""
         arrived = self._arrived("store", self._out, flight)
         with self._guard:
             # From here on nobody waits for its events any more.
             self._storing.pop(number, None)
+            self._slow_bytes -= flight.length
         self._leave(flight)
         done(arrived)
 
@@ -437,59 +455,3 @@ def _tell(what: str, error: BaseException) -> None:
         log_once(logging.WARNING, "a %s could not be done: %s", what, error)
     else:
         log_once(logging.ERROR, "a %s failed: %r", what, error, exc_info=True)
-
-
-def make_copier(
-    geometry: Geometry, attachment: Attachment, shard: int, group_blocks: int, tensor: Any
-) -> tuple[CudaCopier, str]:
-    """Make the copier for a KV cache, and have this rank's slabs pinned from now on.
-
-    Args:
-        geometry: of the KV cache.
-        attachment: that maps the slots.
-        shard: that this rank holds.
-        group_blocks: engine blocks per slot.
-        tensor: of the KV cache.
-
-    Returns:
-        The copier, and the UUID of its device.
-
-    Raises:
-        CudaError: there is no usable CUDA runtime, or no memory.
-    """
-    import torch
-
-    from kvstore.connectors.vllm.cuda import kernels
-    from kvstore.connectors.vllm.cuda.units import cut
-    from kvstore.cudart import Cudart, cudart
-
-    class Torch(Cudart):
-        """The runtime, and PyTorch's idea of the current stream."""
-
-        def compute_stream(self) -> int:
-            return int(torch.cuda.current_stream(number).cuda_stream)
-
-    number = int(tensor.device.index or 0)
-    runtime = cudart()
-    device = Torch(runtime.library)
-    units = cut(geometry)
-    pins = SlabPins(device, number)
-    with device.on_device(number):
-        uuid = device.device_uuid(number)
-        _, memory = device.memory()
-        chunk_bytes = max(_LEAST_CHUNK_BYTES, min(_MOST_CHUNK_BYTES, memory // _CHUNK_SHARE))
-        properties = torch.cuda.get_device_properties(number)
-        copier = CudaCopier(
-            device,
-            lambda rows: kernels.Mover(units, tensor.device, rows),
-            geometry,
-            attachment,
-            shard,
-            group_blocks,
-            device_number=number,
-            multiprocessors=int(properties.multi_processor_count),
-            serving=pins.serving,
-            chunk_bytes=chunk_bytes,
-        )
-    attachment.use_devices([uuid], pins)
-    return copier, uuid

@@ -112,10 +112,13 @@ class RecentAcquires:
         """Return those of a request, oldest first.
 
         Args:
-            name: a request's id, or a lease's in decimal.
+            name: a request's id, or a lease's in decimal; else what stands before a hyphen in ids
+                of requests: engines put something of their own behind the id that users see.
         """
         found = [entry for entry in self._entries if entry.request_id == name]
         if not found and name.isascii() and name.isdecimal():
             # Compared as text: a number of any length is no reason to make an integer of it.
             found = [entry for entry in self._entries if str(entry.lease_id) == name]
+        if not found and name:
+            found = [entry for entry in self._entries if entry.request_id.startswith(f"{name}-")]
         return found

@@ -51,6 +51,7 @@ class FakeDaemon:
         up: whether it answers.
         hold: while set, answers to acquire and reserve wait for `let_go`.
         commits: outcomes given so far.
+        asked_for: names of the requests that asked for a lease.
         faults: names of faults to inject: `commit` fails, or a copy finds that half of its slots
             have a new `generation`, and other bytes.
     """
@@ -65,6 +66,7 @@ class FakeDaemon:
         self.held: list[Callable[[], None]] = []
         self.faults: set[str] = set()
         self.commits: list[int] = []
+        self.asked_for: list[str] = []
         self.usage: dict[str, int] = {}
         self.epoch = 0
         self.boot()
@@ -267,6 +269,7 @@ class FakeSpace:
             self.check()
         except StaleEpoch as error:
             return _failed(error)
+        daemon.asked_for.append(request_id)
         return daemon.answer(lambda: FakeLease(daemon, self, keys, deadline_s))
 
     def reserve(

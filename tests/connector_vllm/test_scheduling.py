@@ -58,6 +58,14 @@ def test_lengths_around_a_block_what_one_engine_computed_another_loads(
     quiet(daemon)
 
 
+def test_a_load_names_its_request(daemon: FakeDaemon) -> None:
+    engine = MiniEngine(daemon)
+    request = engine.add(prompt(3 * B), 1)
+    engine.run(request)
+    engine.close()
+    assert set(daemon.asked_for) == {request.request_id}
+
+
 @pytest.mark.parametrize("group", [1, 2, 5])
 def test_decoded_blocks_are_stored_too(daemon: FakeDaemon, group: int) -> None:
     first = MiniEngine(daemon, group=group)

@@ -291,6 +291,10 @@ def test_requests_are_found_by_their_name_and_the_oldest_forgotten(make_world: M
         ask(1_000_002, "chat-1")
         found = explain_request(world.engine, "chat-1")
         says(found, MissReason.NEVER_SEEN, 2, "lease 1000001", "lease 1000002", "now: never seen")
+        # An engine's own words behind the id that its user knows.
+        ask(1_000_003, "chat-2-0af3")
+        found = explain_request(world.engine, "chat-2")
+        says(found, MissReason.NEVER_SEEN, 2, "lease 1000003")
         for lease in range(2_000_000, 2_000_000 + MOST_RECENT):
             ask(lease, "")
         with pytest.raises(InvalidRequest, match=re.escape("'chat-1' is none of the last 1,024")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
@@ -15,7 +16,9 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore.aio import AsyncClient
 from kvstore.cli.app import main
+from kvstore.errors import InvalidRequest
 
 SPEC = kvstore.SpaceSpec(model="m", dtype="bfloat16", block_tokens=16, shard_bytes=(4096,))
 TOKENS = list(range(100, 165))  # four blocks and a token
@@ -119,6 +122,30 @@ def test_a_recent_request_by_its_name(asker: Asker) -> None:
     done = asker.run("--request", "nobody")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert done.stderr.startswith("kvstore: request_id: 'nobody' is none of the last ")
+
+
+def test_an_asynchronous_client_explains_too(asker: Asker) -> None:
+    asker.store(asker.space, TOKENS[:32])
+    assert asker.client.attachment.wait_active(60)
+    asker.space.acquire(asker.keys, request_id="chatcmpl-6").result(60).release()
+
+    async def ask() -> None:
+        async with AsyncClient(asker.address) as client:
+            space = await client.open_space(SPEC)
+            assert (await space.explain(asker.keys)).blocks == 2
+            assert (await client.explain_request("chatcmpl-6")).blocks == 2
+
+    asyncio.run(ask())
+
+
+def test_a_question_that_makes_no_sense_is_refused(asker: Asker) -> None:
+    assert asker.client.attachment.wait_active(60)
+    with pytest.raises(InvalidRequest, match="^request_id: is longer than 256 characters"):
+        asker.space.acquire(asker.keys, request_id="x" * 257).result(60)
+    with pytest.raises(InvalidRequest, match="^keys: must name at least one key"):
+        asker.space.explain([])
+    with pytest.raises(InvalidRequest, match="^request_id"):
+        asker.client.explain_request("x" * 257)
 
 
 def test_an_epoch_that_has_ended(asker: Asker) -> None:

@@ -7,10 +7,11 @@ from bisect import bisect_left
 from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["BUCKET_SECONDS", "Counters", "Histogram", "Timing", "UsageCounts"]
 
@@ -45,6 +46,11 @@ class UsageCounts:
         for name in _USAGE:
             total = getattr(self, name) + getattr(other, name)
             setattr(self, name, min(total, _MAX_COUNT))
+
+    @classmethod
+    def total(cls, counts: Sequence[UsageCounts]) -> UsageCounts:
+        """Return the sum of many: several times faster than adding one after the other."""
+        return cls(*(min(sum(map(attrgetter(name), counts)), _MAX_COUNT) for name in _USAGE))
 
     def values(self) -> dict[str, Any]:
         """Return the counts by name."""

@@ -80,9 +80,7 @@ class EngineCollector(Collector):
             yield "kvstore_longest_seconds", (timing.name,), timing.longest
 
     def _usage(self) -> Iterator[_Sample]:
-        total = UsageCounts()
-        for counts in list(self._engine.usage.values()):
-            total.add(counts)
+        total = UsageCounts.total(list(self._engine.usage.values()))
         values = total.values()
         reused = 0
         for tier in ("gpu", "host", "disk"):

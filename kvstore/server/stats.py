@@ -153,9 +153,7 @@ def _tiers(engine: Engine) -> list[pb.TierStats]:
 
 def stats_message(engine: Engine, boot_id: bytes, started: float) -> pb.StatsResponse:
     """Return one consistent picture; `started` is `time.monotonic()` at start."""
-    total = UsageCounts()
-    for counts in engine.usage.values():
-        total.add(counts)
+    total = UsageCounts.total(list(engine.usage.values()))
     stuck_slots, stuck_bytes = engine.quarantine.stuck
     clients = []
     for attachment in engine.attachments.snapshot():

@@ -148,6 +148,16 @@ def test_ten_thousand_spaces_do_not_make_a_scrape_longer(
     make_world().run(story)
 
 
+def test_usage_adds_up_to_what_the_wire_can_carry() -> None:
+    parts = [UsageCounts(requests=1, prompt_tokens=(1 << 64) - 2, loaded_bytes=n) for n in range(4)]
+    added = UsageCounts()
+    for part in parts:
+        added.add(part)
+    assert UsageCounts.total(parts) == added
+    assert (added.prompt_tokens, added.loaded_bytes) == ((1 << 64) - 1, 6)
+    assert UsageCounts.total([]) == UsageCounts()
+
+
 def test_histograms_begin_at_a_microsecond_and_keep_every_sample() -> None:
     assert BUCKET_SECONDS[0] == 1e-6
     assert list(BUCKET_SECONDS) == sorted(set(BUCKET_SECONDS))

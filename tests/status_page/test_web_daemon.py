@@ -149,3 +149,15 @@ def test_an_address_in_use_is_one_line(tmp_path: Path) -> None:
     (line,) = [said for said in done.stderr.splitlines() if said.startswith("kvstore: ")]
     assert line == f"kvstore: metrics: cannot bind {address}: Address already in use"
     assert "Traceback" not in done.stderr
+
+
+def test_every_field_is_documented(ask: Ask) -> None:
+    told = (Path(__file__).parents[2] / "docs" / "watching.md").read_text()
+    answer = json.loads(ask("/status.json")[2])
+    sample = answer["now"]
+    fields = {*answer, *answer["timings"][0], *sample, *sample["tiers"][0]}
+    fields |= {*sample["evictions"], *sample["queue"]}
+    assert {field for field in fields if f"`{field}`" not in told} == set()
+    # `usage` is the contract's.
+    contract = (Path(__file__).parents[2] / "proto" / "kvstore.proto").read_text()
+    assert {field for field in sample["usage"] if f" {field} = " not in contract} == set()

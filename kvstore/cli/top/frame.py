@@ -24,7 +24,6 @@ _TAIL: Final = _MODEL - 6  # what is left of it beside four digits of the id
 _SHORT_ID: Final = 8
 # What the daemon thought of times, not times that anybody spent.
 _GUESSES: Final = frozenset({"wait_predicted", "wait_error", "wait_lost"})
-_NEARLY_FULL: Final = 0.9
 _ASCII: Final = str.maketrans({"█": "#", "░": ".", "…": "~", "µ": "u"})
 
 
@@ -67,9 +66,10 @@ def _heading(text: str) -> Text:
 
 
 def _bar(part: float) -> Text:
+    # Full is no warning: a cache that is not full is larger than it need be.
     full = round(min(1.0, max(0.0, part)) * _BAR)
     bar = Text(no_wrap=True)
-    bar.append("█" * full, style="yellow" if part > _NEARLY_FULL else "green")
+    bar.append("█" * full, style="green")
     bar.append("░" * (_BAR - full), style="dim")
     return bar
 

@@ -244,6 +244,25 @@ def test_blocks_with_new_owners_are_written_only_when_stores_have_read_them(
 
 
 @ways
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_that_several_stores_read_are_written_when_all_have_read_them(
+    make: Make, route: Route, seed: int
+) -> None:
+    world = make(route, seed)
+    world.compute([1, 2, 3, 4], 1)
+    world.reach = PAGEABLE
+    slow = world.store([1, 2, 3, 4], 0)
+    world.reach = PINNED
+    fast = [world.store([1, 2, 3, 4], slot) for slot in (1, 2)]
+    world.copier.reuse(np.array([3], np.int32))
+    world.compute([1, 2, 3, 4], 2)
+    for slot, store in enumerate([slow, *fast]):
+        assert store.wait() is True
+        for i, row in enumerate(world.memory[slot].reshape(GROUP_BLOCKS, -1)):
+            assert (row == pattern(1, i + 1)).all(), (slot, i)
+
+
+@ways
 @pytest.mark.parametrize("reach", [PINNED, PAGEABLE, DEVICE])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_load_comes_after_steps_under_way_and_before_those_that_use_it(

@@ -66,6 +66,7 @@ class _Flight:
         done: the bytes are in place.
         length: bytes, where somebody counts them.
         failed: it was not submitted, or not whole.
+        before: earlier stores that read some of its blocks too.
         submitted: set when `read` and `done` stand for this copy.
     """
 
@@ -75,6 +76,7 @@ class _Flight:
     done: int
     length: int = 0
     failed: bool = False
+    before: set[int] = field(default_factory=set)
     submitted: threading.Event = field(default_factory=threading.Event)
 
 
@@ -315,6 +317,9 @@ class CudaCopier:
                 return
             number = self._numbers = self._numbers + 1
             with self._guard:
+                # Blocks that are stored twice at a time (the daemon restarted) have two readers.
+                others = set(self._storing).intersection(self._reader[flat].tolist())
+                flight.before = others.union(*(self._storing[one].before for one in others))
                 self._storing[number] = flight
             self._reader[flat] = number
             if slowly:
@@ -357,6 +362,8 @@ class CudaCopier:
             reading = set(self._storing)
             if blocks is not None:
                 reading &= set(np.unique(self._reader[blocks]).tolist())
+                reading.update(*(self._storing[number].before for number in reading))
+                reading.intersection_update(self._storing)
             flights = [self._storing[number] for number in sorted(reading)]
         for flight in flights:
             # Only for copies that another thread submits, or that failed, this waits.

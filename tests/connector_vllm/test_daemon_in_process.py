@@ -53,12 +53,31 @@ def blocks(daemon: Any) -> int:
         return next(int(t.blocks) for t in client.stats().tiers if t.tier == 2)
 
 
+def test_usage_and_leases_as_the_daemon_sees_them(
+    llm: Any, daemon: Any, point: Path, until: Callable[..., None]
+) -> None:
+    """The first of these tests: usage comes with heartbeats, and none of another test's is due."""
+    go = point.with_name(point.name + ".go")
+    go.touch()
+    cold = chosen(generate(llm, prompt(LENGTH, 2)))
+    until(lambda: blocks(daemon) == 4)
+    assert llm.reset_prefix_cache() is True
+    with Client(daemon.address) as client:
+        assert chosen(generate(llm, prompt(LENGTH, 2))) == cold
+        until(lambda: client.stats().usage.reused_tokens_host == 512)
+        until(lambda: client.stats().leases == 0)
+        assert client.stats().stuck_slots == 0
+    for path in (go, point):
+        path.unlink(missing_ok=True)
+
+
 def test_daemon_killed_half_way_through_a_load(
     llm: Any, daemon: Any, point: Path, until: Callable[..., None]
 ) -> None:
     """The load counts as failed, the tokens stay the same, and the next daemon makes it warm."""
+    before = blocks(daemon)
     cold = chosen(generate(llm, prompt(LENGTH, 1)))
-    until(lambda: blocks(daemon) == 4)
+    until(lambda: blocks(daemon) == before + 4)
     assert llm.reset_prefix_cache() is True
 
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -106,8 +125,9 @@ def test_daemon_stopped_half_way_through_a_load_and_warm_for_the_next_request(
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     go = point.with_name(point.name + ".go")
+    before = blocks(daemon)
     cold = chosen(generate(llm, prompt(LENGTH, 3)))
-    until(lambda: blocks(daemon) >= 4)
+    until(lambda: blocks(daemon) == before + 4)
     assert llm.reset_prefix_cache() is True
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
     attachments = (
@@ -146,19 +166,3 @@ def test_daemon_stopped_half_way_through_a_load_and_warm_for_the_next_request(
     warm = generate(llm, prompt(LENGTH, 3))
     assert warm[0].num_cached_tokens == 512
     assert chosen(warm) == cold
-
-
-def test_usage_and_leases_as_the_daemon_sees_them(
-    llm: Any, daemon: Any, point: Path, until: Callable[..., None]
-) -> None:
-    point.with_name(point.name + ".go").touch()
-    stored = blocks(daemon)
-    cold = chosen(generate(llm, prompt(LENGTH, 2)))
-    until(lambda: blocks(daemon) == stored + 4)
-    assert llm.reset_prefix_cache() is True
-    with Client(daemon.address) as client:
-        before = int(client.stats().usage.reused_tokens_host)
-        assert chosen(generate(llm, prompt(LENGTH, 2))) == cold
-        until(lambda: client.stats().usage.reused_tokens_host == before + 512)
-        until(lambda: client.stats().leases == 0)
-        assert client.stats().stuck_slots == 0

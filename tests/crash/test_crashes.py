@@ -36,7 +36,7 @@ class Runs:
             "any time": ["--kills", "8"],
             "power": ["--power-losses", "10"],
             "damage": ["--damages", "16"],
-            **{mutant: ["--mutant", mutant, "--kills", "150"] for mutant in MUTANTS},
+            **{mutant: ["--mutant", mutant, "--kills", "2000"] for mutant in MUTANTS},
         }
         self._results: dict[str, tuple[int, str]] = {}
         self._running = {

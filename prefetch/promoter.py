@@ -41,9 +41,8 @@ __all__ = ["Promoter", "PromotionHost", "Waiter"]
 log = logging.getLogger(__name__)
 
 # A batch is what the path moves in this time, and at most so much.
-_QUANTUM_SECONDS: Final = 0.008
+_QUANTUM_SECONDS: Final = 0.003
 _BATCH_BYTES: Final = 16 * MIB
-_FIRST_BATCH_BYTES: Final = 1 * MIB
 _BATCHES_AT_ONCE: Final = 3
 _ROOM_POLL_SECONDS: Final = 0.05
 
@@ -158,6 +157,7 @@ class Promoter:
         self._tasks: list[asyncio.Task[None]] = []
         self.path = PathEstimate()
         self.moving = 0
+        self._failing = False
 
     def start(self) -> None:
         """Begin to serve requests."""
@@ -343,7 +343,7 @@ class Promoter:
             size = move.block.space.shape.block_bytes
             if not batch:
                 room = self.path.quantum(_QUANTUM_SECONDS, size, _BATCH_BYTES)
-            most = _FIRST_BATCH_BYTES << min(job.batches - 1, 8)
+            most = size << min(job.batches - 1, 12)
             while move is not None and (not batch or size <= min(room, most)):
                 job.items.popleft()
                 move.state = _State.TAKEN
@@ -404,10 +404,14 @@ class Promoter:
         try:
             outcomes = await self._source.read(transfers)
         except TierError as error:
-            log.warning("promotion failed: %s", error)
+            # Said once: a device that is gone fails every batch, and its tier says so too.
+            log.log(logging.DEBUG if self._failing else logging.WARNING, "read failed: %s", error)
+            self._failing = True
         except Exception:
             # The boundary of a batch: what one of them met must not end the service of all.
             log.exception("promotion failed")
+        else:
+            self._failing = False
         finally:
             # Also when cancelled: by then the last system call has returned.
             self.moving -= len(moves)

@@ -406,7 +406,7 @@ class Leases:
             forecast = self._worth.forecast(
                 lease.run[at:], here[at:], seconds, lease.pending.priority
             )
-            lease.pending = None
+            # What is left is still looked at: it was chosen as things are now.
             self._truncate(lease, at, self._worth.declined(), forecast)
             self._finish_if_complete(lease)
         if lease.where:

@@ -59,6 +59,7 @@ class Pending:
         predicted_seconds: until the last block.
         give_up_at: loop time after which the lease waits no more.
         pace: the rate that was counted on, bytes a second.
+        cut: whether it was shortened.
     """
 
     block_seconds: float
@@ -67,6 +68,7 @@ class Pending:
     predicted_seconds: float
     give_up_at: float
     pace: float = 0.0
+    cut: bool = False
 
 
 class _Probe:
@@ -214,10 +216,13 @@ class Worth:
         return chosen.blocks
 
     def ended(self, pending: Pending, *, cut: bool) -> None:
-        """Take note of how a wait ended: the prediction beside what it came to."""
+        """Take note of how a wait ended, or was shortened the first time."""
+        if pending.cut:
+            return
         counts = self._counters.counts
         took = asyncio.get_running_loop().time() - pending.begun
         if cut:
+            pending.cut = True
             counts["waits_cut"] += 1
             self._counters.record("wait_lost", took)
             return

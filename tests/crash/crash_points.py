@@ -57,8 +57,9 @@ POINTS: Final[dict[str, Point]] = {
     "adoption.adopted": Point("restart", "blocks are adopted | the host index is removed"),
     "host_index.unlinked": Point("restart", "the host index is removed | durably"),
     "adoption.invalidated": Point("restart", "the host index is gone | the first slot is granted"),
-    "renew.copied": Point("start", "LMDB is copied | the copy in its place"),
-    "renew.replaced": Point("start", "LMDB's copy is in its place | durably"),
+    # Only after an unclean end is LMDB copied.
+    "renew.copied": Point("start", "LMDB is copied | the copy in its place", "flush.committed"),
+    "renew.replaced": Point("start", "LMDB's copy is in its place | durably", "flush.committed"),
     "recovery.found_lost": Point(
         "start", "lost blocks are found | their records deleted", after="epoch.committed"
     ),

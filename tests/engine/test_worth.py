@@ -108,6 +108,38 @@ def test_a_disk_that_becomes_slow_is_given_up_in_the_middle(make_world: Make) ->
     make_world(host_blocks=8, disk_blocks=8, block_bytes=BIG, wrap=Gate).run(story)
 
 
+def test_what_is_left_of_a_shortened_wait_is_not_waited_for_without_end(
+    make_world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease is shortened, what it still waits for does not come either: it ends all the same."""
+
+    async def story(world: World) -> None:
+        world.space = await world.engine.open_space(spec_of("big", (BIG,)))
+        keys = await stored(world, "fading", 8)
+        world.disk.closed = True
+        player = world.player()
+        # First all but one block is given up; half a second would compute that one too.
+        judge, shortened = world.engine.worth.still, iter([1])
+        monkeypatch.setattr(world.engine.worth, "as_predicted", lambda _: False)
+        monkeypatch.setattr(
+            world.engine.worth, "still", lambda *asked: next(shortened, None) or judge(*asked)
+        )
+        lease, answer = player.acquire(keys, deadline=3600, rate=TOKENS / 0.06)
+        assert answer.growing
+        done = await player.lease_done(lease)
+        assert (done.blocks, done.miss.reason) == (0, MissReason.NOT_WORTH_WAITING)
+        assert world.counts("waits_cut") == 1
+        assert world.counts("waits_ended") == 0
+        player.release(lease)
+        world.disk.closed = False
+        while world.disk.reads:
+            world.disk.let(0)
+        await world.settle()
+        check(world.engine, quiet=True)
+
+    make_world(host_blocks=8, disk_blocks=8, block_bytes=BIG, wrap=Gate).run(story)
+
+
 def test_a_path_that_everybody_declines_is_measured_again(make_world: Make) -> None:
     """Else a device that has become fast again would never be used."""
 

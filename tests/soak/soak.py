@@ -328,7 +328,7 @@ def main(arguments: Sequence[str]) -> int:
     command = given.command or f"tests/soak/soak.py {shlex.join(arguments)}"
     return run(
         given.minutes,
-        given.out,
+        given.out.resolve(),
         given.seed,
         given.processes,
         not given.no_oracle,

@@ -28,6 +28,7 @@ __all__ = ["Step", "SweepSettings", "plot", "sweep"]
 
 _WAIT_S: Final = 60.0
 _POLL_S: Final = 0.02
+_SETTLE_S: Final = 0.5
 _OUTPUT_TOKENS: Final = 2
 _WARM_UP_TEXT: Final = 5000
 
@@ -119,14 +120,16 @@ class _Sweep:
 
     def store(self, client: Client, engine: EngineChild, prompts: Sequence[list[int]]) -> None:
         """Have every prompt computed and its blocks written to disk."""
-        blocks = len(prompts) * ((self._settings.prompt_tokens - 1) // self._settings.block_tokens)
-        for prompt in prompts:
-            engine.generate(prompt, 1)
-        end = time.monotonic() + _WAIT_S
+        blocks = len(prompts) * (self._settings.prompt_tokens // self._settings.block_tokens)
+        end = time.monotonic() + _WAIT_S + 5 * len(prompts)
+        # What an engine computes before it was granted slots, or faster than it is, is not stored
+        # the first time.
         while sum(space.blocks for space in client.spaces()) < blocks:
             if time.monotonic() > end:
                 raise ChildError(f"{blocks} blocks were not stored in time")
-            time.sleep(_POLL_S)
+            for prompt in prompts:
+                engine.generate(prompt, _OUTPUT_TOKENS)
+            time.sleep(_SETTLE_S)
         if not client.flush(_WAIT_S).done:
             raise ChildError("not everything was written to disk")
 

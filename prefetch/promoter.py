@@ -27,7 +27,7 @@ from kvstore.miss import MissReason
 from kvstore.prefetch.estimate import PathEstimate
 from kvstore.prefetch.queue import Job, JobQueue
 from kvstore.tiers.base import Outcome, Transfer
-from kvstore.units import MIB
+from kvstore.units import KIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 # A batch is what the path moves in this time, and at most so much.
 _QUANTUM_SECONDS: Final = 0.003
 _BATCH_BYTES: Final = 16 * MIB
+_FIRST_BATCH_BYTES: Final = 256 * KIB
 _BATCHES_AT_ONCE: Final = 3
 _ROOM_POLL_SECONDS: Final = 0.05
 
@@ -343,7 +344,7 @@ class Promoter:
             size = move.block.space.shape.block_bytes
             if not batch:
                 room = self.path.quantum(_QUANTUM_SECONDS, size, _BATCH_BYTES)
-            most = size << min(job.batches - 1, 12)
+            most = max(size, _FIRST_BATCH_BYTES) << min(job.batches - 1, 8)
             while move is not None and (not batch or size <= min(room, most)):
                 job.items.popleft()
                 move.state = _State.TAKEN

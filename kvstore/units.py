@@ -14,6 +14,7 @@ __all__ = [
     "PAGE_BYTES",
     "format_bytes",
     "format_seconds",
+    "format_uptime",
     "parse_bytes",
     "parse_seconds",
     "round_up",
@@ -87,10 +88,26 @@ def format_bytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def format_uptime(value: float) -> str:
+    """Format whole seconds in two units: ``3 d 4 h``, ``2 h 5 min``, ``1 min 30 s``, ``12 s``."""
+    days, rest = divmod(int(value), 86400)
+    hours, minutes, seconds = rest // 3600, rest // 60 % 60, rest % 60
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
 def format_seconds(value: float) -> str:
-    """Format seconds as ``1.2 s``, ``3.4 ms`` or ``56 µs``."""
-    if value >= 1:
-        return f"{value:.3g} s"
-    if value >= 1e-3:
-        return f"{value * 1e3:.3g} ms"
+    """Format seconds as ``1.2 s``, ``3.4 ms`` or ``56 µs``; from a minute on ``1.5 min``, ``2 d``.
+
+    Three significant digits, and all of them before the point: eight characters at most, below a
+    hundred years.
+    """
+    # What rounds to a whole unit is written in that unit: 1 s, not 1e+03 ms.
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
+        if value >= size * 0.9995:
+            number = max(1.0, value / size)
+            return f"{number:.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
     return f"{value * 1e6:.3g} µs"

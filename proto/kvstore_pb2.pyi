@@ -903,7 +903,7 @@ class WatchStatsRequest(_message.Message):
     def __init__(self, interval_ms: _Optional[int] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("boot_id", "server_version", "uptime_seconds", "tiers", "spaces", "clients", "counters", "misses_blocks", "misses_tokens", "timings", "usage", "leases", "grants", "granted_slots", "stuck_slots", "stuck_bytes")
+    __slots__ = ("boot_id", "server_version", "uptime_seconds", "tiers", "spaces", "clients", "counters", "misses_blocks", "misses_tokens", "timings", "usage", "leases", "grants", "granted_slots", "stuck_slots", "stuck_bytes", "prefixes")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -941,6 +941,7 @@ class StatsResponse(_message.Message):
     GRANTED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     STUCK_SLOTS_FIELD_NUMBER: _ClassVar[int]
     STUCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
     boot_id: bytes
     server_version: str
     uptime_seconds: float
@@ -957,7 +958,38 @@ class StatsResponse(_message.Message):
     granted_slots: int
     stuck_slots: int
     stuck_bytes: int
-    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[SpaceInfo, _Mapping]]] = ..., clients: _Optional[_Iterable[_Union[ClientStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., misses_blocks: _Optional[_Mapping[str, int]] = ..., misses_tokens: _Optional[_Mapping[str, int]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., leases: _Optional[int] = ..., grants: _Optional[int] = ..., granted_slots: _Optional[int] = ..., stuck_slots: _Optional[int] = ..., stuck_bytes: _Optional[int] = ...) -> None: ...
+    prefixes: _containers.RepeatedCompositeFieldContainer[HotPrefix]
+    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[SpaceInfo, _Mapping]]] = ..., clients: _Optional[_Iterable[_Union[ClientStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., misses_blocks: _Optional[_Mapping[str, int]] = ..., misses_tokens: _Optional[_Mapping[str, int]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., leases: _Optional[int] = ..., grants: _Optional[int] = ..., granted_slots: _Optional[int] = ..., stuck_slots: _Optional[int] = ..., stuck_bytes: _Optional[int] = ..., prefixes: _Optional[_Iterable[_Union[HotPrefix, _Mapping]]] = ...) -> None: ...
+
+class HotPrefix(_message.Message):
+    __slots__ = ("space_id", "root", "key", "requests", "hit_blocks", "hit_tokens", "shared_blocks", "shared_tokens", "shared_bytes", "blocks_gpu", "blocks_host", "blocks_disk", "idle_seconds")
+    SPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    HIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_GPU_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_HOST_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_DISK_FIELD_NUMBER: _ClassVar[int]
+    IDLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    space_id: bytes
+    root: bytes
+    key: bytes
+    requests: int
+    hit_blocks: int
+    hit_tokens: int
+    shared_blocks: int
+    shared_tokens: int
+    shared_bytes: int
+    blocks_gpu: int
+    blocks_host: int
+    blocks_disk: int
+    idle_seconds: float
+    def __init__(self, space_id: _Optional[bytes] = ..., root: _Optional[bytes] = ..., key: _Optional[bytes] = ..., requests: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., blocks_gpu: _Optional[int] = ..., blocks_host: _Optional[int] = ..., blocks_disk: _Optional[int] = ..., idle_seconds: _Optional[float] = ...) -> None: ...
 
 class TierStats(_message.Message):
     __slots__ = ("tier", "capacity_bytes", "used_bytes", "allocated_bytes", "blocks", "free_blocks", "hit_blocks", "hit_tokens", "dirty_blocks", "evicted_blocks", "read_bytes", "written_bytes", "io_errors", "corrupt_blocks", "state", "io_engine", "budget_bytes", "budget_left_bytes", "devices")

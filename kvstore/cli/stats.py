@@ -9,7 +9,7 @@ import typer
 from kvstore.cli.connect import AddressOption, JsonOption, connect
 from kvstore.cli.output import console, count, make_table, print_json, shorten
 from kvstore.cli.plain import plain
-from kvstore.units import format_bytes, format_seconds
+from kvstore.units import format_bytes, format_seconds, format_uptime
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,6 +18,7 @@ __all__ = ["register"]
 
 _SHORT_ID = 8
 _NAME_WIDTH = 22
+_PREFIXES = 5
 _QUANTILES = ("p50", "p95", "p99", "max")
 
 
@@ -72,6 +73,22 @@ def _space_table(spaces: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _prefix_table(prefixes: list[dict[str, Any]]) -> Table:
+    numbers = ("requests", "hit tokens", "shared", "bytes", "gpu", "host", "disk")
+    table = make_table("Prefixes that are asked for most", ["space", "key"], numbers)
+    for prefix in prefixes:
+        table.add_row(
+            prefix["space_id"][:_SHORT_ID],
+            prefix["key"][:_SHORT_ID],
+            count(prefix["requests"]),
+            count(prefix["hit_tokens"]),
+            count(prefix["shared_tokens"]),
+            format_bytes(prefix["shared_bytes"]),
+            *(count(prefix[f"blocks_{tier}"]) for tier in ("gpu", "host", "disk")),
+        )
+    return table
+
+
 def _miss_table(stats: dict[str, Any]) -> Table:
     table = make_table("Misses", ["reason"], ("blocks", "tokens"))
     for reason, blocks in sorted(stats["misses_blocks"].items(), key=lambda item: -item[1]):
@@ -110,7 +127,7 @@ def _summary(stats: dict[str, Any]) -> list[str]:
     return [
         (
             f"kvstore {stats['server_version']}, boot {stats['boot_id'][:_SHORT_ID]}, up "
-            f"{format_seconds(stats['uptime_seconds'])}"
+            f"{format_uptime(stats['uptime_seconds'])}"
         ),
         (
             f"effective hit rate {_hit_rate(usage)} of {prompt:,} prompt tokens "
@@ -150,7 +167,11 @@ def _gpu(tiers: list[dict[str, Any]]) -> list[str]:
 
 
 def stats(address: AddressOption = None, as_json: JsonOption = False) -> None:
-    """Show tiers, spaces, hits, misses, clients and times."""
+    """Show tiers, spaces, hits, misses, clients and times.
+
+    Prefixes are what prompts begin with: "shared" is how many tokens at least half of the requests
+    that begin alike have in common.
+    """
     with connect(address) as client:
         values = plain(client.stats())
     if as_json:
@@ -165,6 +186,8 @@ def stats(address: AddressOption = None, as_json: JsonOption = False) -> None:
         out.print(line, markup=False)
     if values["spaces"]:
         out.print(_space_table(values["spaces"]))
+    if values["prefixes"]:
+        out.print(_prefix_table(values["prefixes"][:_PREFIXES]))
     if values["misses_blocks"]:
         out.print(_miss_table(values))
     if values["clients"]:

@@ -22,6 +22,7 @@ from kvstore.engine.gpu_side import GpuSide
 from kvstore.engine.grants import Grants
 from kvstore.engine.host_index import remove_host_index
 from kvstore.engine.host_shrinker import HostShrinker
+from kvstore.engine.hot_prefixes import HotPrefixes
 from kvstore.engine.housekeeper import Housekeeper
 from kvstore.engine.leases import Leases
 from kvstore.engine.pins import Pins
@@ -76,6 +77,7 @@ class Assembly:
         resizer: changes the tiers' capacities.
         budget: limits what is written to disk; None: nothing does.
         counters: what happened.
+        hot_prefixes: which prompts' beginnings are asked for most.
         usage: what clients report, by space id.
         recorder: writes down what is asked for; None: nobody does.
     """
@@ -131,6 +133,7 @@ class Assembly:
         self._warm_up_bytes = warm_up_bytes
         self._warm_up: WarmUp | None = None
         self.index = BlockIndex(self._free_host, self._free_disk)
+        self.hot_prefixes = HotPrefixes(self.index)
         self.grants = Grants(self.index, self._free_host, self._committed)
         self._store_thread = StoreThread(store)
         self._digest_threads = ThreadPoolExecutor(2, "digest")

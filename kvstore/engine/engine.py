@@ -128,11 +128,12 @@ class Engine(Assembly):
         )
         lease = attachment.leases.get(lease_id)
         if lease is not None:
-            self._used_again(lease.run)
+            self._used_again(space, lease.run, keys)
         return answer
 
-    def _used_again(self, run: Sequence[Block]) -> None:
-        """Blocks that were stored once are asked for: `reused` takes them to disk."""
+    def _used_again(self, space: SpaceIndex, run: Sequence[Block], keys: Sequence[bytes]) -> None:
+        """Count a use; under `reused`, what was stored once and is asked for goes to disk."""
+        self.hot_prefixes.used(space, run, keys)
         if self._flush_on_reuse and self.flusher is not None:
             self.flusher.reused(run)
 
@@ -194,7 +195,7 @@ class Engine(Assembly):
         self.index.touch(run)
         for block in run:
             block.uses += 1
-        self._used_again(run)
+        self._used_again(space, run, keys)
         read = Read(self.index, self._arrivals, run, miss, self._let_go)
         self._reads.add(read)
         return read

@@ -10,12 +10,14 @@ import kvstore
 from kvstore.engine.attachments import State
 from kvstore.engine.counters import UsageCounts
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.tiers.base import TierName
 from kvstore.wire import spec_to_message
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvstore.engine import Engine
+    from kvstore.engine.hot_prefixes import HotPrefix
     from kvstore.index import SpaceIndex
     from kvstore.tiers.gpu import GpuTier
 
@@ -26,6 +28,7 @@ __all__ = ["space_infos", "stats_message"]
 _MAX_SPACES: Final = 2048
 _SPACES_BYTES: Final = 2 << 20
 _CLIENTS_BYTES: Final = 1 << 20
+_PREFIXES: Final = 20
 
 _Item = TypeVar("_Item", pb.SpaceInfo, pb.ClientStats)
 
@@ -151,6 +154,25 @@ def _tiers(engine: Engine) -> list[pb.TierStats]:
     return tiers
 
 
+def _prefix(prefix: HotPrefix) -> pb.HotPrefix:
+    spec, shape = prefix.space.spec, prefix.space.shape
+    return pb.HotPrefix(
+        space_id=prefix.space.id,
+        root=prefix.root,
+        key=prefix.key,
+        requests=prefix.requests,
+        hit_blocks=prefix.hit_blocks,
+        hit_tokens=prefix.hit_blocks * spec.block_tokens,
+        shared_blocks=prefix.shared_blocks,
+        shared_tokens=prefix.shared_blocks * spec.block_tokens,
+        shared_bytes=prefix.shared_blocks * shape.block_bytes,
+        blocks_gpu=prefix.tiers[TierName.GPU],
+        blocks_host=prefix.tiers[TierName.HOST],
+        blocks_disk=prefix.tiers[TierName.DISK],
+        idle_seconds=prefix.idle_seconds,
+    )
+
+
 def stats_message(engine: Engine, boot_id: bytes, started: float) -> pb.StatsResponse:
     """Return one consistent picture; `started` is `time.monotonic()` at start."""
     total = UsageCounts.total(list(engine.usage.values()))
@@ -200,4 +222,5 @@ def stats_message(engine: Engine, boot_id: bytes, started: float) -> pb.StatsRes
         granted_slots=engine.grants.slot_count,
         stuck_slots=stuck_slots,
         stuck_bytes=stuck_bytes,
+        prefixes=[_prefix(prefix) for prefix in engine.hot_prefixes.hottest(_PREFIXES)],
     )

@@ -80,6 +80,10 @@ def test_stats_and_spaces(daemon: Daemon) -> None:
     assert tiers["host"]["capacity_bytes"] == 64 << 20
     (space,) = stats["spaces"]
     assert space["space"]["id"] == daemon.id
+    (prefix,) = stats["prefixes"]
+    assert (prefix["root"], prefix["key"]) == (daemon.keys[0].hex(), daemon.keys[9].hex())
+    assert (prefix["requests"], prefix["hit_tokens"]) == (1, len(TOKENS))
+    assert (prefix["shared_bytes"], prefix["blocks_host"]) == (10 * 65536, 10)
     assert space["spec"]["shard_bytes"] == [65536]
     (listed,) = daemon.json("spaces")
     # Usage comes with heartbeats, between the two calls too.
@@ -87,13 +91,40 @@ def test_stats_and_spaces(daemon: Daemon) -> None:
 
     shown = daemon.run("stats")
     assert shown.returncode == 0, shown.stderr
-    for word in ("effective hit rate", "Tiers", "Spaces", "Clients", "Times", daemon.id[:8]):
+    for word in (
+        "effective hit rate",
+        "Tiers",
+        "Spaces",
+        "Prefixes",
+        "Clients",
+        "Times",
+        daemon.id[:8],
+    ):
         assert word in shown.stdout
     assert max(map(len, shown.stdout.splitlines())) <= 100
     assert "a/model/with/quite" not in shown.stdout
     every_field = daemon.run("spaces", "--long").stdout
     assert daemon.id in every_field
     assert "model: a/model/with/quite/a/long/name" in every_field
+
+
+def busy_prefix() -> dict[str, Any]:
+    from kvstore.cli.plain import plain
+    from kvstore.proto import kvstore_pb2 as pb
+
+    return plain(
+        pb.HotPrefix(
+            space_id=b"s" * 32,
+            key=b"k" * 16,
+            requests=10**9,
+            hit_tokens=10**12,
+            shared_tokens=65_536,
+            shared_bytes=10**11,
+            blocks_host=512,
+            blocks_disk=512,
+            idle_seconds=599,
+        )
+    )
 
 
 def test_tables_fit_eighty_columns(daemon: Daemon) -> None:
@@ -117,6 +148,7 @@ def test_tables_fit_eighty_columns(daemon: Daemon) -> None:
         command._space_table(values["spaces"] * 3),
         command._client_table(values["clients"] * 3),
         command._timing_table(values["timings"]),
+        command._prefix_table([busy_prefix()]),
     ]
     console = Console(width=200)
     assert {table.title for table in tables if console.measure(table).maximum > 80} == set()

@@ -9,7 +9,7 @@ import pytest
 from kvstore.cli.plain import plain
 from kvstore.cli.top.frame import frame, to_ascii
 from kvstore.cli.top.history import History
-from kvstore.cli.top.view import SORTS, View
+from kvstore.cli.top.view import PREFIX_SORTS, SORTS, View
 from kvstore.proto import kvstore_pb2 as pb
 
 
@@ -22,6 +22,22 @@ def space(number: int, model: str, *, blocks: int, prompt: int, reused: int) -> 
         blocks_disk=blocks,
         pinned=number,
         usage=pb.Usage(prompt_tokens=prompt, reused_tokens_host=reused),
+    )
+
+
+def prefix(number: int, key: str, *, requests: int, blocks: int, shared: int) -> pb.HotPrefix:
+    return pb.HotPrefix(
+        space_id=bytes([number]) * 16,
+        root=bytes.fromhex(key) * 16,
+        key=bytes.fromhex(key)[::-1] * 16,
+        requests=requests,
+        hit_blocks=blocks,
+        hit_tokens=blocks * 128,
+        shared_blocks=shared,
+        shared_tokens=shared * 128,
+        shared_bytes=shared * 65536,
+        blocks_host=shared,
+        blocks_disk=shared // 2,
     )
 
 
@@ -86,6 +102,11 @@ def answer(uptime: float, step: int, *, boot: bytes = b"\xab" * 16, gpu: bool = 
             granted_slots=40,
             stuck_slots=2,
             stuck_bytes=2 << 20,
+            prefixes=[
+                prefix(1, "aa", requests=100 + 30 * step, blocks=200, shared=5),
+                prefix(2, "bb", requests=50 * step, blocks=900, shared=40),
+                prefix(1, "cc", requests=300, blocks=300, shared=512),
+            ],
         )
     )
 
@@ -206,6 +227,48 @@ def test_spaces_sorted_by_what_the_viewer_chose() -> None:
     assert lines[heading + 1].startswith("0404 …")
 
 
+def test_prefixes_sorted_by_what_the_viewer_chose() -> None:
+    kept = history(answer(10, 1), answer(12, 3))
+    first: dict[str, str] = {}
+    for order in PREFIX_SORTS:
+        lines = text(kept, View(prefixes=True, prefix_sort=order))
+        heading = next(i for i, line in enumerate(lines) if line.startswith("PREFIXES"))
+        first[order] = lines[heading + 1][5:7]
+    assert first == {
+        "hot": "aa",
+        "requests/s": "bb",
+        "requests": "cc",
+        "hit tokens": "bb",
+        "shared": "cc",
+    }
+    lines = text(kept, View(prefixes=True))
+    (row,) = (line for line in lines if line.startswith("0101 aa"))
+    assert row.split() == [
+        "0101",
+        "aa" * 6,
+        "640",
+        "320",
+        "KiB",
+        *["0", "5", "2", "190", "30", "25,600"],
+    ]
+    # A low terminal shows the list that was chosen, a high one both, the chosen one first.
+    assert not any(line.startswith("SPACES") for line in lines)
+    assert not any(line.startswith("PREFIXES") for line in text(kept))
+    for view, titles in (
+        (View(), ["SPACES", "PREFIXES"]),
+        (View(prefixes=True), ["PREFIXES", "SPACES"]),
+    ):
+        firsts = [line.split(" ")[0].rstrip(",") for line in text(kept, view, height=40)]
+        assert [word for word in firsts if word in titles] == titles
+
+
+def test_a_prefix_that_came_back_counts_anew() -> None:
+    first, second = answer(10, 3), answer(12, 1)
+    assert history(first, second).prefix_changes()["01" * 16, "aa" * 16] == 130
+    second["prefixes"] = second["prefixes"][1:]
+    assert set(history(first, second).prefix_changes().values()) == {50, 0}
+
+
 def test_keys() -> None:
     view = View()
     view.press("s")
@@ -218,5 +281,9 @@ def test_keys() -> None:
     assert view.interval_s == 0.1
     view.press(" xyz")
     assert not view.paused
+    view.press("vss")
+    assert (view.prefixes, view.order, view.sort) == (True, "requests", "hit rate")
+    view.press("v")
+    assert (view.prefixes, view.order) == (False, "hit rate")
     view.press("q")
     assert view.done

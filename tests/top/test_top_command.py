@@ -31,7 +31,9 @@ def address(tmp_path: Path) -> Iterator[str]:
             model="some/model", dtype="bfloat16", block_tokens=16, shard_bytes=(65536,)
         )
         keys = kvstore.chain_keys(list(range(64)), 16)
-        assert client.open_space(spec).put(keys, np.ones((4, 65536), np.uint8)) == 4
+        space = client.open_space(spec)
+        assert space.put(keys, np.ones((4, 65536), np.uint8)) == 4
+        assert space.get(keys, np.empty((4, 65536), np.uint8)) == 4
     yield child.address
     assert child.stop() == 0
 
@@ -54,7 +56,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_once_prints_one_frame(address: str) -> None:
     done = run("--once", "--interval", "100ms", "--address", address)
     assert (done.returncode, done.stderr) == (0, "")
-    for part in ("HIT RATE", "\nhost ", "some/model", "QUEUE", "MISSED BLOCKS"):
+    for part in ("HIT RATE", "\nhost ", "some/model", "QUEUE", "MISSED BLOCKS", "PREFIXES"):
         assert done.stdout.count(part) == 1
     assert "\x1b" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80

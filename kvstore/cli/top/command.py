@@ -82,11 +82,11 @@ def top(
         typer.Option("--once", help="Print one frame, measured over one interval, and end."),
     ] = False,
 ) -> None:
-    """Watch a daemon: tiers, hit rates, throughput, spaces, queues, misses.
+    """Watch a daemon: tiers, hit rates, throughput, spaces, prefixes, queues, misses.
 
     "Now" is the last five seconds, or one interval if that is longer. Keys: q quits, p or space
-    stands still and goes on, s sorts the spaces by something else, r turns the order round, + and -
-    look more or less often.
+    stands still and goes on, v shows prefixes (what prompts begin with) instead of spaces, s sorts
+    by something else, r turns the order round, + and - look more or less often.
     """
     seconds = parse_seconds(interval)
     if not MIN_INTERVAL_S <= seconds <= MAX_INTERVAL_S:

@@ -1,7 +1,7 @@
 """One frame: lines of text that fit a terminal's width and height.
 
-In 80 columns and 24 lines everything is there except spaces beyond the first few; a taller terminal
-shows more of those. Text from clients (models' names) is cleaned: it must not steer the terminal.
+In 80 columns and 24 lines everything is there except spaces beyond the first few, and prefixes, which
+`v` puts in their place; a taller terminal shows both.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any, Final
 from rich.text import Text
 
 from kvstore.cli.output import count, shorten
+from kvstore.cli.top.cells import clean, heading, per_second, percent
 from kvstore.cli.top.history import History, kvstore_tokens, reused_tokens
+from kvstore.cli.top.lists import lists
 from kvstore.cli.top.view import View
-from kvstore.units import format_bytes, format_seconds
+from kvstore.units import format_bytes, format_seconds, format_uptime
 
 __all__ = ["frame", "to_ascii"]
 
 _BAR: Final = 14
 _MISSES: Final = 4
-_MODEL: Final = 26
-_TAIL: Final = _MODEL - 6  # what is left of it beside four digits of the id
 _SHORT_ID: Final = 8
 # What the daemon thought of times, not times that anybody spent.
 _GUESSES: Final = frozenset({"wait_predicted", "wait_error", "wait_lost"})
@@ -33,36 +33,8 @@ def to_ascii(line: Text) -> Text:
     return Text(plain, spans=list(line.spans), no_wrap=True)
 
 
-def _clean(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
-def _percent(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole > 0 else "-"
-
-
-def _per_second(rate: float | None) -> str:
-    if rate is None:
-        return "-"
-    return f"{rate:.1f}" if 0 < rate < 10 else count(round(rate))
-
-
 def _bytes_per_second(rate: float | None) -> str:
     return "-" if rate is None else f"{format_bytes(round(max(0.0, rate)))}/s"
-
-
-def _up(seconds: float) -> str:
-    days, rest = divmod(int(seconds), 86400)
-    hours, minutes, left = rest // 3600, rest // 60 % 60, rest % 60
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {left} s" if minutes else f"{left} s"
-
-
-def _heading(text: str) -> Text:
-    return Text(text, style="bold cyan", no_wrap=True)
 
 
 def _bar(part: float) -> Text:
@@ -78,7 +50,7 @@ def _head(stats: dict[str, Any], view: View, width: int) -> Text:
     line = Text(no_wrap=True)
     line.append(f"kvstore {stats['server_version']}", style="bold")
     line.append(
-        f"  boot {stats['boot_id'][:_SHORT_ID]}  up {_up(stats['uptime_seconds'])}"
+        f"  boot {stats['boot_id'][:_SHORT_ID]}  up {format_uptime(stats['uptime_seconds'])}"
         f"  every {format_seconds(view.interval_s)}"
     )
     if view.paused:
@@ -91,7 +63,7 @@ def _hit_rates(history: History) -> list[Text]:
     now, before = history.now, history.before
     usage, old = now["usage"], before["usage"]
     prompt = usage["prompt_tokens"]
-    recent = _percent(
+    recent = percent(
         reused_tokens(usage) - reused_tokens(old), history.change("usage", "prompt_tokens")
     )
 
@@ -102,20 +74,20 @@ def _hit_rates(history: History) -> list[Text]:
     found, wanted = asked(now)
     old_found, old_wanted = asked(before)
     lines = [
-        _heading(f"{'HIT RATE':<34} {'NOW':>8} {'SINCE START':>12}"),
+        heading(f"{'HIT RATE':<34} {'NOW':>8} {'SINCE START':>12}"),
         Text(
             f"{'effective, of prompt tokens':<34} {recent:>8} "
-            f"{_percent(reused_tokens(usage), prompt):>12}  of {count(prompt)} tokens"
+            f"{percent(reused_tokens(usage), prompt):>12}  of {count(prompt)} tokens"
         ),
         Text(
-            f"  kvstore {_percent(kvstore_tokens(usage), prompt)}, engines' own caches "
-            f"{_percent(usage['local_tokens'], prompt)} since start; failed loads "
+            f"  kvstore {percent(kvstore_tokens(usage), prompt)}, engines' own caches "
+            f"{percent(usage['local_tokens'], prompt)} since start; failed loads "
             f"{count(usage['load_failures'])}"
         ),
         Text(
             f"{'blocks found, of those asked for':<34} "
-            f"{_percent(found - old_found, wanted - old_wanted):>8} "
-            f"{_percent(found, wanted):>12}  of {count(wanted)} blocks"
+            f"{percent(found - old_found, wanted - old_wanted):>8} "
+            f"{percent(found, wanted):>12}  of {count(wanted)} blocks"
         ),
     ]
     if usage["load_failures"]:
@@ -125,22 +97,22 @@ def _hit_rates(history: History) -> list[Text]:
 
 def _tiers(history: History) -> list[Text]:
     lines = [
-        _heading(
+        heading(
             f"{'TIER':<4} {'FILL':<{_BAR + 5}} {'USED':>8} {'OF':>8} {'BLOCKS':>7} "
             f"{'HITS/s':>7} {'EVICT/s':>7}  STATE"
         )
     ]
     notes = []
     for tier in history.now["tiers"]:
-        name, state = tier["tier"], _clean(tier["state"] or "ok")
+        name, state = tier["tier"], clean(tier["state"] or "ok")
         part = tier["used_bytes"] / tier["capacity_bytes"] if tier["capacity_bytes"] else 0.0
         line = Text(f"{name:<4} ", no_wrap=True)
         line.append_text(_bar(part))
         line.append(
             f" {part:>4.0%} {format_bytes(tier['used_bytes']):>8} "
             f"{format_bytes(tier['capacity_bytes']):>8} {count(tier['blocks']):>7} "
-            f"{_per_second(history.rate(history.tier_change(name, 'hit_blocks'))):>7} "
-            f"{_per_second(history.rate(history.tier_change(name, 'evicted_blocks'))):>7}  "
+            f"{per_second(history.rate(history.tier_change(name, 'hit_blocks'))):>7} "
+            f"{per_second(history.rate(history.tier_change(name, 'evicted_blocks'))):>7}  "
         )
         line.append(state.split(":")[0], style="green" if state == "ok" else "bold red")
         lines.append(line)
@@ -172,7 +144,7 @@ def _throughput(history: History) -> list[Text]:
     lines = []
     for first in range(0, len(paths), 3):
         title = "THROUGHPUT" if first == 0 else ""
-        line = _heading(f"{title:<11}")
+        line = heading(f"{title:<11}")
         cells = (f"{name} {rate}" for name, rate in paths[first : first + 3])
         line.append("".join(f"{cell:<23}" for cell in cells).rstrip(), style="not bold default")
         lines.append(line)
@@ -183,7 +155,7 @@ def _work(history: History) -> list[Text]:
     stats = history.now
     counters = stats["counters"]
     dirty = sum(int(tier["dirty_blocks"]) for tier in stats["tiers"])
-    queue = _heading(f"{'QUEUE':<11}")
+    queue = heading(f"{'QUEUE':<11}")
     queue.append(
         f"to disk {count(dirty)}  leases {count(stats['leases'])}  "
         f"grants {count(stats['grants'])} ({count(stats['granted_slots'])} slots)  "
@@ -194,7 +166,7 @@ def _work(history: History) -> list[Text]:
         f"stuck {count(stats['stuck_slots'])} ({format_bytes(stats['stuck_bytes'])})",
         style="bold red" if stats["stuck_slots"] else "not bold default",
     )
-    evicted = _heading(f"{'EVICTED':<11}")
+    evicted = heading(f"{'EVICTED':<11}")
     evicted.append(
         f"host in background {count(counters.get('evictions_background', 0))}, "
         f"a writer waiting {count(counters.get('evictions_inline', 0))}, "
@@ -208,8 +180,8 @@ def _misses_and_times(history: History) -> list[Text]:
     """Return misses by reason on the left, the slowest calls on the right."""
     misses = sorted(history.now["misses_blocks"].items(), key=lambda item: (-item[1], item[0]))
     left = [
-        f"{shorten(_clean(reason.replace('_', ' ')), 18):<18} "
-        f"{_per_second(history.rate(history.change('misses_blocks', reason))):>8} "
+        f"{shorten(clean(reason.replace('_', ' ')), 18):<18} "
+        f"{per_second(history.rate(history.change('misses_blocks', reason))):>8} "
         f"{count(blocks):>8}"
         for reason, blocks in misses[:_MISSES]
     ]
@@ -226,7 +198,7 @@ def _misses_and_times(history: History) -> list[Text]:
     if not left:
         left = ["none"]
     lines = [
-        _heading(
+        heading(
             f"{'MISSED BLOCKS':<18} {'PER s':>8} {'ALL':>8}  "
             f"{'SLOWEST':<15} {'P50':>8} {'P99':>8} {'MAX':>8}"
         )
@@ -238,66 +210,15 @@ def _misses_and_times(history: History) -> list[Text]:
     return lines
 
 
-def _sorted(
-    spaces: list[dict[str, Any]], changes: dict[str, dict[str, int]], view: View
-) -> list[dict[str, Any]]:
-    def rank(space: dict[str, Any]) -> tuple[Any, ...]:
-        usage, space_id = space["usage"], space["space"]["id"]
-        match view.sort:
-            case "tokens/s":
-                value = -changes[space_id]["prompt_tokens"]
-            case "hit rate":
-                value = -(reused_tokens(usage) / max(1, usage["prompt_tokens"]))
-            case "pinned":
-                value = -space["pinned"]
-            case "model":
-                value = space["spec"]["model"].lower()
-            case _:
-                value = -space["blocks"]
-        return value, -space["blocks"], space_id
-
-    return sorted(spaces, key=rank, reverse=view.reverse)
-
-
-def _spaces(history: History, view: View, rows: int) -> list[Text]:
-    """Return a heading and at most `rows` spaces."""
-    spaces, changes = history.now["spaces"], history.usage_changes()
-    title = f"SPACES ({count(history.now['counters'].get('spaces', len(spaces)))})"
-    lines = [
-        _heading(
-            f"{title:<{_MODEL}} {'BLOCKS':>7} {'GPU':>6} {'HOST':>6} {'DISK':>6} "
-            f"{'PINNED':>6} {'TOK/s':>7} {'HIT':>7}"
-        )
-    ]
-    for space in _sorted(spaces, changes, view)[:rows]:
-        usage = space["usage"]
-        name = f"{space['space']['id'][:4]} {_clean(space['spec']['model'])}"
-        cell = Text(name, no_wrap=True)
-        if cell.cell_len > _MODEL:
-            # Of a path, the end is what tells it from others.
-            cell = Text(f"{space['space']['id'][:4]} …{_clean(space['spec']['model'])[-_TAIL:]}")
-        cell.truncate(_MODEL, pad=True)
-        cell.append(
-            f" {count(space['blocks']):>7} {count(space['blocks_gpu']):>6} "
-            f"{count(space['blocks_host']):>6} {count(space['blocks_disk']):>6} "
-            f"{count(space['pinned']):>6} "
-            f"{_per_second(history.rate(changes[space['space']['id']]['prompt_tokens'])):>7} "
-            f"{_percent(reused_tokens(usage), usage['prompt_tokens']):>7}"
-        )
-        lines.append(cell)
-    return lines
-
-
 def _keys(view: View) -> Text:
     line = Text(no_wrap=True, style="dim")
-    order = f"{view.sort}{', reversed' if view.reverse else ''}"
-    paused = "go on" if view.paused else "pause"
     for key, what in (
         ("q", "quit"),
-        ("p", paused),
-        ("s", f"sort: {order}"),
+        ("p", "go on" if view.paused else "pause"),
+        ("s", f"sort: {view.order}{', rev.' if view.reverse else ''}"),
         ("r", "reverse"),
-        ("+ -", "faster, slower"),
+        ("v", "spaces" if view.prefixes else "prefixes"),
+        ("+ -", "speed"),
     ):
         line.append(key, style="bold not dim")
         line.append(f" {what}  ")
@@ -327,8 +248,7 @@ def frame(
     ]
     foot = [_keys(view)] if keys else []
     room = height - len(lines) - len(foot)
-    if room >= 2 and history.now["spaces"]:
-        lines += _spaces(history, view, room - 1)
+    lines += lists(history, view, room)
     lines = [*lines[: max(0, height - len(foot))], *foot]
     for line in lines:
         line.no_wrap = True

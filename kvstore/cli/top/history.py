@@ -91,6 +91,21 @@ class History:
             }
         return grown
 
+    def prefix_changes(self) -> dict[tuple[str, str], int]:
+        """Return by how many requests each prefix grew, by the space's id and the root's key.
+
+        One that the daemon had lost sight of in between counts anew.
+        """
+
+        def requests(stats: dict[str, Any]) -> dict[tuple[str, str], int]:
+            return {(p["space_id"], p["root"]): int(p["requests"]) for p in stats["prefixes"]}
+
+        before = requests(self.before)
+        return {
+            name: value - old if value >= (old := before.get(name, value)) else value
+            for name, value in requests(self.now).items()
+        }
+
     def rate(self, change: float) -> float | None:
         """Return a change per second; None while there is one answer only."""
         return change / self.seconds if self.seconds > 0 else None

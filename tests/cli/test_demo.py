@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli.demo.corpus import text
+from kvstore.cli.demo.engine_child import ALLOCATOR
 from kvstore.cli.demo.report import as_json, as_table
 from kvstore.cli.demo.scenario import DemoResult, DemoSettings, Row
 
@@ -157,3 +158,38 @@ def test_the_runner_ends_with_its_parent() -> None:
     )
     assert done.returncode == 0
     assert done.stdout == ""
+
+
+# What a step does to the heap: three pieces of 9 MiB taken, written and given back.
+_STEPS = """
+import ctypes, resource
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    pieces = [libc.malloc(9 << 20) for _ in range(3)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, 9 << 20)
+    for piece in pieces:
+        libc.free(piece)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not os.confstr("CS_GNU_LIBC_VERSION"), reason="another allocator")
+def test_engines_that_are_compared_keep_their_memory() -> None:
+    """Or one of them may fault in its memory in every step, and the other not."""
+
+    def faults(environment: dict[str, str]) -> list[int]:
+        done = subprocess.run(
+            [sys.executable, "-c", _STEPS],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+            env={**os.environ, **environment},
+        )
+        return [int(line) for line in done.stdout.split()]
+
+    assert max(faults(dict(ALLOCATOR))[1:]) < 500

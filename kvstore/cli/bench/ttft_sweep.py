@@ -58,13 +58,27 @@ class SweepSettings:
 
 @dataclass(slots=True)
 class Step:
-    """One speed. Seconds to the first token, one per request, paired by position."""
+    """One speed, and what each request came to, paired by position.
+
+    Page faults until the first token tell a slower engine from a slower cache: see `ALLOCATOR`.
+
+    Attributes:
+        speed: of the disk, bytes a second; None: not throttled.
+        without: seconds to the first token without kvstore.
+        kvstore: the same with it.
+        again: without it again.
+        reused_tokens: loaded, with kvstore.
+        without_faults: page faults without kvstore.
+        kvstore_faults: with it.
+    """
 
     speed: int | None
     without: list[float] = field(default_factory=list)
     kvstore: list[float] = field(default_factory=list)
     again: list[float] = field(default_factory=list)
     reused_tokens: list[int] = field(default_factory=list)
+    without_faults: list[int] = field(default_factory=list)
+    kvstore_faults: list[int] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """Return samples and what they come to."""
@@ -74,6 +88,8 @@ class Step:
             "kvstore_s": self.kvstore,
             "without_again_s": self.again,
             "reused_tokens": self.reused_tokens,
+            "without_page_faults": self.without_faults,
+            "kvstore_page_faults": self.kvstore_faults,
             "p50_ratio": median(self.kvstore) / median(self.without),
             "p95_ratio": _p95(self.kvstore) / _p95([*self.without, *self.again]),
             "aa_p50_ratio": median(self.again) / median(self.without),
@@ -153,11 +169,14 @@ class _Sweep:
                 for prompt in prompts:
                     client.flush(_WAIT_S)
                     space.evict(tier="host")
-                    step.without.append(plain.generate(prompt, _OUTPUT_TOKENS)[0])
-                    seconds, reused, _ = with_kvstore.generate(prompt, _OUTPUT_TOKENS)
-                    step.kvstore.append(seconds)
-                    step.reused_tokens.append(reused)
-                    step.again.append(plain.generate(prompt, _OUTPUT_TOKENS)[0])
+                    without = plain.generate(prompt, _OUTPUT_TOKENS)
+                    step.without.append(without.ttft_s)
+                    step.without_faults.append(without.page_faults)
+                    answer = with_kvstore.generate(prompt, _OUTPUT_TOKENS)
+                    step.kvstore.append(answer.ttft_s)
+                    step.reused_tokens.append(answer.cached_tokens)
+                    step.kvstore_faults.append(answer.page_faults)
+                    step.again.append(plain.generate(prompt, _OUTPUT_TOKENS).ttft_s)
         return step
 
     @staticmethod

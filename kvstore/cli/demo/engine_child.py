@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -13,12 +14,38 @@ from kvstore.cli.child import Child
 from kvstore.cli.demo.corpus import text
 from kvstore.units import format_seconds
 
-__all__ = ["EngineChild", "Narrate"]
+__all__ = ["ALLOCATOR", "Answer", "EngineChild", "Narrate"]
 
 _START_TIMEOUT_S: Final = 300.0
 _REQUEST_TIMEOUT_S: Final = 120.0
 
 Narrate = Callable[[str], None]
+
+# An engine on a CPU takes and gives back hundreds of megabytes in every step. Whether glibc keeps
+# them depends on what happens to lie at the end of its heap: of two processes that do the same, one
+# faults in 130,000 pages a step, and is 40 % slower, for as long as it lives. Both sides of a
+# comparison keep what they were given.
+ALLOCATOR: Final[Mapping[str, str]] = {
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one request came to.
+
+    Attributes:
+        ttft_s: seconds from handing it to the engine to its first token.
+        cached_tokens: tokens of the prompt that were not computed.
+        tokens: generated.
+        page_faults: of the engine's process until the first token, those without I/O.
+    """
+
+    ttft_s: float
+    cached_tokens: int
+    tokens: list[int]
+    page_faults: int
 
 
 class EngineChild:
@@ -63,6 +90,7 @@ class EngineChild:
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
+                **ALLOCATOR,
             },
         )
         try:
@@ -90,7 +118,7 @@ class EngineChild:
         prompt: list[int] = self._child.ask(request, _REQUEST_TIMEOUT_S)["prompt"]
         return prompt
 
-    def generate(self, prompt: list[int], max_tokens: int) -> tuple[float, int, list[int]]:
-        """Return time to first token, tokens reused and tokens generated."""
-        answer = self._child.ask({"prompt": prompt, "max_tokens": max_tokens}, _REQUEST_TIMEOUT_S)
-        return answer["ttft_s"], answer["cached_tokens"], answer["tokens"]
+    def generate(self, prompt: list[int], max_tokens: int) -> Answer:
+        """Run one request alone."""
+        request = {"prompt": prompt, "max_tokens": max_tokens}
+        return Answer(**self._child.ask(request, _REQUEST_TIMEOUT_S))

@@ -6,7 +6,8 @@ output goes to standard error. End of input ends the process.
 
 Requests:
     {"text": str, "tokens": int}                 → {"prompt": [int, …]}
-    {"prompt": [int, …], "max_tokens": int}      → {"ttft_s", "tokens", "cached_tokens"}
+    {"prompt": [int, …], "max_tokens": int}      → {"ttft_s", "tokens", "cached_tokens",
+                                                     "page_faults"}
 
 The time to the first token runs from handing the prompt to the engine to the step that returns
 the first token, in the engine's own process: no HTTP, no tokenizer.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +37,10 @@ def _transfer_config(target: str) -> dict[str, Any] | None:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"target": target},
     }
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class _Engine:
@@ -70,6 +76,7 @@ class _Engine:
         engine = self._llm.llm_engine
         self._count += 1
         parameters = self._sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        faults = _page_faults()
         begin = time.perf_counter()
         engine.add_request(f"demo-{self._count}", {"prompt_token_ids": prompt}, parameters)
         ttft_s, last = None, None
@@ -77,6 +84,7 @@ class _Engine:
             for output in engine.step():
                 if ttft_s is None and output.outputs and output.outputs[0].token_ids:
                     ttft_s = time.perf_counter() - begin
+                    faults = _page_faults() - faults
                 last = output
         if ttft_s is None or last is None:
             raise RuntimeError("the engine finished without a token")
@@ -84,6 +92,7 @@ class _Engine:
             "ttft_s": ttft_s,
             "tokens": list(last.outputs[0].token_ids),
             "cached_tokens": last.num_cached_tokens or 0,
+            "page_faults": faults,
         }
 
 

@@ -183,10 +183,10 @@ class _Demo:
         self._say(f"{name}: {settings.prompts} prompts of {settings.prompt_tokens} tokens")
         before = _served(client)
         for prompt in self._prompts:
-            seconds, reused, output = engine.generate(prompt, settings.output_tokens)
-            row.ttft_seconds.append(seconds)
-            row.reused_tokens += reused
-            row.outputs.append(output)
+            answer = engine.generate(prompt, settings.output_tokens)
+            row.ttft_seconds.append(answer.ttft_s)
+            row.reused_tokens += answer.cached_tokens
+            row.outputs.append(answer.tokens)
         if row.reused_tokens:
 
             def accounted() -> bool:

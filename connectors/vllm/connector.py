@@ -29,6 +29,7 @@ from kvstore.connectors.vllm.metadata import StepMeta, WorkerInfo, WorkerReport
 from kvstore.connectors.vllm.scheduler_side import SchedulerSide
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.connectors.vllm.space import EngineShape, describe_engine, memory_context
+from kvstore.connectors.vllm.stats import KVStorePromMetrics, KVStoreStats
 from kvstore.connectors.vllm.store import Client, load_factory
 from kvstore.connectors.vllm.worker_side import WorkerSide
 from kvstore.errors import KVStoreError
@@ -195,6 +196,31 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.reset()
         return True
+
+    # Metrics.
+
+    @guarded(_nothing)
+    def get_kv_connector_stats(self) -> KVStoreStats | None:
+        """Hand out what this process has counted since the last call; vLLM adds it up."""
+        half = self._worker if self._worker is not None else self._scheduler
+        return half.stats.take() if half is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStoreStats:
+        """Make stats anew of what has travelled to the API server."""
+        return KVStoreStats(data)
+
+    @classmethod
+    @guarded(_nothing)
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVStorePromMetrics:
+        """Make our series at vLLM's `/metrics`."""
+        return KVStorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Worker.
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-__all__ = ["Unsafe", "failures", "guarded", "log_once", "logger"]
+__all__ = ["Unsafe", "failures", "guarded", "log_once", "logger", "take_failures"]
 
 # Under vLLM's own logger, so that its handlers and level apply.
 logger: Final = logging.getLogger("vllm.kvstore")
@@ -21,6 +21,7 @@ logger: Final = logging.getLogger("vllm.kvstore")
 # Hooks that failed, by name, in this process.
 failures: Final[Counter[str]] = Counter()
 _said: set[str] = set()
+_taken = 0
 _lock = threading.Lock()
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
@@ -38,6 +39,17 @@ def log_once(level: int, message: str, *args: object, exc_info: bool = False) ->
             return
         _said.add(text)
     logger.log(level, "kvstore: %s", text, exc_info=exc_info)
+
+
+def take_failures() -> int:
+    """Return how many hooks have failed in this process since the last call."""
+    global _taken
+    if not failures and not _taken:
+        return 0
+    with _lock:
+        total = sum(failures.values())
+        fresh, _taken = total - _taken, total
+    return max(0, fresh)
 
 
 def guarded(answer: Callable[[], Any]) -> Callable[[_Hook], _Hook]:

@@ -23,6 +23,7 @@ from kvstore.connectors.vllm.pace import Pace
 from kvstore.connectors.vllm.roster import Roster
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.connectors.vllm.space import EngineShape, root_seed, space_spec
+from kvstore.connectors.vllm.stats import StatsLog
 from kvstore.connectors.vllm.store import Client, Lease, Space
 from kvstore.connectors.vllm.store_plan import StorePlan
 from kvstore.connectors.vllm.tracks import ActiveLoad, Track
@@ -46,7 +47,11 @@ _REQUEST_ID_CHARS: Final = 256
 
 
 class SchedulerSide:
-    """State of all requests."""
+    """State of all requests.
+
+    Attributes:
+        stats: what vLLM's own metrics show.
+    """
 
     def __init__(
         self,
@@ -84,7 +89,8 @@ class SchedulerSide:
         self._airborne: Counter[int] = Counter()
         self._late_leases: dict[int, Lease] = {}
         self._pace = Pace(clock)
-        self._usage = Usage(client)
+        self.stats = StatsLog()
+        self._usage = Usage(client, self.stats)
         self._plan = StorePlan(engine, settings, clock=clock)
         self._budget = settings.step_wait_seconds
         self._step = 0
@@ -144,6 +150,7 @@ class SchedulerSide:
             prefill_tokens_per_second=self._pace.tokens_per_second,
             request_id=track.request.request_id[:_REQUEST_ID_CHARS],
         )
+        self.stats.lookup(track.asked)
 
     def _may_load(self, track: Track) -> bool:
         return (

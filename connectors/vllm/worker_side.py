@@ -31,6 +31,7 @@ from kvstore.connectors.vllm.metadata import (
     WorkerReport,
 )
 from kvstore.connectors.vllm.space import EngineShape
+from kvstore.connectors.vllm.stats import LoadTimer, StatsLog
 from kvstore.connectors.vllm.store import Client
 from kvstore.errors import KVStoreError
 
@@ -41,7 +42,11 @@ _ATTACH_SECONDS: Final = 1.0
 
 
 class WorkerSide:
-    """State of one rank."""
+    """State of one rank.
+
+    Attributes:
+        stats: what vLLM's own metrics show.
+    """
 
     def __init__(
         self,
@@ -75,6 +80,9 @@ class WorkerSide:
         self._meta: StepMeta | None = None
         self._prepared = self._loaded = self._submitted = 0
         self._delayed: list[Store] = []
+        self.stats = StatsLog()
+        # When stores began, by job.
+        self._store_begun: dict[int, float] = {}
         # Written by other threads:
         self._lock = threading.Lock()
         self._finished: list[str] = []
@@ -171,13 +179,18 @@ class WorkerSide:
             self._load(load, idle=meta.idle)
 
     def _load(self, load: Load, *, idle: bool) -> None:
+        timer = LoadTimer(self.stats)
+
         def done(right: NDArray[np.bool_]) -> None:
+            loaded = int(right.sum()) * self._block_bytes
+            timer.done(loaded)
             with self._lock:
                 self._bad += load.blocks[~right].tolist()
                 self._finished.append(load.request_id)
-                self._report.loaded_bytes += int(right.sum()) * self._block_bytes
+                self._report.loaded_bytes += loaded
 
         def landed(right: bool) -> None:
+            timer.landed()
             with self._lock:
                 self._report.landed.append(load.load_id)
                 self._unsafe = self._unsafe or not right
@@ -189,6 +202,7 @@ class WorkerSide:
             early = self._copier.load(
                 load.blocks, run, load.skip, done, landed if self._early_loads else None, idle=idle
             )
+            timer.submitted(early=early)
             if early:
                 self._early = True
                 with self._lock:
@@ -235,14 +249,22 @@ class WorkerSide:
         if not self._writes or self._copier is None or committer is None:
             return
         run = SlotRun(store.slots, store.boot_id, store.writers[self._shard])
+        self._store_begun[store.job_id] = time.perf_counter()
         self._copier.store(store.blocks, run, lambda copied: committer.submit(store, copied))
 
     def _committed(self, store: Store, outcomes: bytes) -> None:
         """On the committer's thread: a store is over."""
-        moved = sum(outcome > 0 for outcome in outcomes) * self._block_bytes
+        committed = sum(outcome > 0 for outcome in outcomes)
+        moved = committed * self._block_bytes * self._engine.group_blocks
+        seconds = time.perf_counter() - self._store_begun.pop(store.job_id, 0.0)
+        if committed:
+            self.stats.time("store", seconds)
+            self.stats.count("stored_bytes", moved)
+        else:
+            self.stats.count("store_failures")
         with self._lock:
             self._report.stored.setdefault(store.job_id, []).append(outcomes)
-            self._report.stored_bytes += moved * self._engine.group_blocks
+            self._report.stored_bytes += moved
 
     def report(self) -> WorkerReport | None:
         """Return what has happened since the last report; None for nothing."""

@@ -63,6 +63,7 @@ HOOKS: list[tuple[str, tuple[Any, ...], Any]] = [
     ("get_finished", (set(),), (None, None)),
     ("get_block_ids_with_load_errors", (), set()),
     ("build_connector_worker_meta", (), None),
+    ("get_kv_connector_stats", (), None),
     ("shutdown", (), None),
 ]
 

@@ -4,8 +4,9 @@ Whoever wants blocks names them in chain order with a waiter; that is a job. A b
 on its way gets one more job, not one more read. Jobs are served in the order of `queue`, a batch at
 a time; several batches are under way at once. A job's first batch is small and each next one twice
 as large, so that its first block can be used after about one block's time; no batch is larger than
-what the path moves in a few milliseconds, so that nobody waits long behind a batch. A shape without
-room for now lets the others go first and keeps its place.
+what the path moves in a few milliseconds, so that nobody waits long behind a batch, and what is
+taken in passing before shorter jobs is as small as a first batch. A shape without room for now lets
+the others go first and keeps its place.
 
 A move is queued, taken into a batch, moving, ended. It holds its source copy from the request on, and its
 destination slot until the last system call has returned: cancelling takes a waiter away, and
@@ -344,7 +345,9 @@ class Promoter:
             size = move.block.space.shape.block_bytes
             if not batch:
                 room = self.path.quantum(_QUANTUM_SECONDS, size, _BATCH_BYTES)
-            most = max(size, _FIRST_BATCH_BYTES) << min(job.batches - 1, 8)
+            most = max(size, _FIRST_BATCH_BYTES)
+            if not job.in_passing:
+                most <<= min(job.batches - 1, 8)
             while move is not None and (not batch or size <= min(room, most)):
                 job.items.popleft()
                 move.state = _State.TAKEN

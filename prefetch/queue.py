@@ -3,7 +3,8 @@
 A job is what one waiter wants: a chain of moves, served in order. Among jobs the order is: higher
 priority class first; in a class the job with the fewest bytes left, because that ends the most
 waits soonest; but after three such picks the job that has waited longest, so that a long one is
-served at least every fourth time while shorter ones keep coming, and ends.
+served at least every fourth time while shorter ones keep coming, and ends. Such a pick is *in passing*:
+whoever serves it takes little, since those who would have been first wait for it.
 
 A job's bytes only ever become fewer, and most often by somebody else's move. So the heaps hold an
 entry for each time that a job's place changed, and what is out of date is skipped when it surfaces.
@@ -40,6 +41,7 @@ class Job(Generic[Item]):
         left: bytes that have not arrived.
         order: of arrival.
         batches: how often it was picked.
+        in_passing: whether it was picked last by age, before jobs that have fewer bytes left.
         queued: whether it competes.
         aged: whether the queue's heap by age holds it.
         listed: for how many bytes left the other heap holds it; -1 for none.
@@ -49,6 +51,7 @@ class Job(Generic[Item]):
         "aged",
         "batches",
         "deadline",
+        "in_passing",
         "items",
         "kind",
         "left",
@@ -67,6 +70,7 @@ class Job(Generic[Item]):
         self.left = 0
         self.order = -1
         self.batches = 0
+        self.in_passing = False
         self.queued = False
         self.aged = False
         self.listed = -1
@@ -173,12 +177,12 @@ class JobQueue(Generic[Item]):
         picks = self._short_picks.get(priority, 0)
         by_age = picks >= _SHORT_PICKS
         self._short_picks[priority] = 0 if by_age else picks + 1
+        heads = [job for of in classes if (job := of.fewest()) is not None]
+        chosen = shortest = min(heads, key=lambda job: (job.left, job.order))
         if by_age:
             heads = [job for of in classes if (job := of.oldest()) is not None]
             chosen = min(heads, key=lambda job: job.order)
-        else:
-            heads = [job for of in classes if (job := of.fewest()) is not None]
-            chosen = min(heads, key=lambda job: (job.left, job.order))
+        chosen.in_passing = chosen is not shortest
         chosen.batches += 1
         return chosen
 

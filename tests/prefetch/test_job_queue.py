@@ -108,12 +108,14 @@ def test_against_sorting_all_of_them(steps: list[tuple[str, int, int]]) -> None:
                 continue
             top = max(jobs[i].priority for i in inside)
             best = [i for i in inside if jobs[i].priority == top]
+            shortest = min(best, key=lambda i: (jobs[i].left, inside[i]))
             if short[top] == 3:
                 short[top] = 0
                 expected = min(best, key=lambda i: inside[i])
             else:
                 short[top] += 1
-                expected = min(best, key=lambda i: (jobs[i].left, inside[i]))
+                expected = shortest
             assert picked is jobs[expected]
+            assert picked.in_passing == (short[top] == 0 and picked is not jobs[shortest])
         assert len(queue) == len(inside)
         assert sorted(id(j) for j in queue.jobs()) == sorted(id(jobs[i]) for i in inside)

@@ -1,0 +1,6 @@
+"""Makes the promoter's world importable by tests."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

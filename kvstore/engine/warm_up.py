@@ -10,6 +10,7 @@ it; whatever has arrived stays. As a side effect the path from disk is measured 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +18,7 @@ from kvstore.engine.waiting import RunWaiter
 from kvstore.units import MIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
     from kvstore.engine.counters import Counters
     from kvstore.index import Block, BlockIndex
@@ -32,10 +33,16 @@ _PRIORITY: Final = -(1 << 29)
 _STEP_BYTES: Final = 64 * MIB
 # Blocks looked at between two turns of the loop.
 _CHUNK: Final = 2000
+# Of the sorted ones; each is compared with the next of other parts.
+_MERGE_CHUNK: Final = 500
 # Of the pool, what is left free for those who come meanwhile.
 _LEAVE_FREE: Final = 0.1
 # A step that takes longer meets a disk that does not work, or a pool without room.
 _STEP_SECONDS: Final = 600.0
+
+
+def _coldness(block: Block) -> int:
+    return -block.sequence
 
 
 class WarmUp:
@@ -86,22 +93,19 @@ class WarmUp:
             log.exception("warm-up failed")
 
     async def _choose(self) -> list[Block]:
-        """Return the hottest blocks that are only on disk, parents before children."""
-        found: list[Block] = []
-        for space in list(self._index.spaces.values()):
-            for at, block in enumerate(list(space.blocks.values())):
-                if block.host is None and block.disk is not None:
-                    found.append(block)
-                if at % _CHUNK == _CHUNK - 1:
-                    await asyncio.sleep(0)
-        # A chain's head is used last, so that this puts parents first as well.
-        found.sort(key=lambda block: -block.sequence)
+        """Return the hottest blocks that are only on disk, parents before children.
+
+        Looks at every block there is, so it does so in small steps; what changes meanwhile is seen
+        when its turn to be promoted comes.
+        """
+        parts = [part async for part in self._sorted_parts()]
         usage = self._host.usage()
         room = int(usage.capacity_bytes * (1 - _LEAVE_FREE)) - usage.used_bytes
         left = min(self._budget, room)
         chosen: list[Block] = []
         taken: set[Block] = set()
-        for block in found:
+        # A chain's head is used last, so that this puts parents first as well.
+        for at, block in enumerate(heapq.merge(*parts, key=_coldness)):
             size = block.space.shape.block_bytes
             if size > left:
                 break
@@ -110,7 +114,23 @@ class WarmUp:
                 chosen.append(block)
                 taken.add(block)
                 left -= size
+            if at % _MERGE_CHUNK == _MERGE_CHUNK - 1:
+                await asyncio.sleep(0)
         return chosen
+
+    async def _sorted_parts(self) -> AsyncIterator[list[Block]]:
+        """Yield the blocks that are only on disk, a part at a time, each part hottest first."""
+        for space in list(self._index.spaces.values()):
+            blocks = list(space.blocks.values())
+            for at in range(0, len(blocks), _CHUNK):
+                part = [
+                    block
+                    for block in blocks[at : at + _CHUNK]
+                    if block.host is None and block.disk is not None
+                ]
+                part.sort(key=_coldness)
+                yield part
+                await asyncio.sleep(0)
 
     @staticmethod
     def _steps(blocks: list[Block]) -> Iterator[list[Block]]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvstore.attach import Attachment, Lease
 from kvstore.client import Client, with_parent
 from kvstore.errors import DeadlineExceeded
-from kvstore.flows import Evicted, Hit, SpaceFlows, TicketParts, milliseconds
+from kvstore.flows import Asked, Evicted, Hit, SpaceFlows, milliseconds
 from kvstore.handle import SpaceHandle
 from kvstore.keys import Keys
 from kvstore.link import ADMIN_CALLS, translate
@@ -39,26 +39,20 @@ T = TypeVar("T")
 class AsyncTicket:
     """A prefetch that was asked for."""
 
-    def __init__(
-        self, space: AsyncSpace, parts: TicketParts, tier: str, deadline_s: float | None
-    ) -> None:
+    def __init__(self, space: AsyncSpace, asked: Asked) -> None:
         """Made by `AsyncSpace.prefetch`."""
         self._space = space
-        self._parts = parts
-        self._tier = tier
-        self._deadline_s = deadline_s
+        self._asked = asked
 
     async def wait(self, timeout_s: float | None = None) -> int:
         """Wait until the blocks are there; see `kvstore.client.Ticket.wait`."""
         if timeout_s is None:
-            timeout_s = 60.0 if self._deadline_s is None else self._deadline_s
-        return await self._space.run(
-            self._space.flows.prefetched(self._parts, self._tier, timeout_s)
-        )
+            timeout_s = 60.0 if self._asked.deadline is None else self._asked.deadline.left
+        return await self._space.run(self._space.flows.prefetched(self._asked, timeout_s))
 
     async def cancel(self) -> None:
         """Forget it; moves that nobody else waits for are dropped if they have not begun."""
-        await self._space.run(self._space.flows.cancel(self._parts))
+        await self._space.run(self._space.flows.cancel(self._asked))
 
 
 class AsyncSpace(SpaceHandle):
@@ -129,8 +123,8 @@ class AsyncSpace(SpaceHandle):
         priority: int = 0,
     ) -> AsyncTicket:
         """Ask for a leading run to be moved up; see `kvstore.client.Space.prefetch`."""
-        parts = await self.run(self.flows.prefetch(self.keys(keys), tier, deadline_s, priority))
-        return AsyncTicket(self, parts, tier, deadline_s)
+        flow = self.flows.prefetch(self.keys(keys), tier, deadline_s, priority)
+        return AsyncTicket(self, await self.run(flow))
 
     async def pin(self, keys: Keys | Iterable[bytes], ttl_s: float | None = None) -> int:
         """Keep a leading run present for `ttl_s` seconds, or until unpinned; return its length."""

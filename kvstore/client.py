@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvstore.address import default_address, parse_address
 from kvstore.attach import Attachment, Grant, Lease
 from kvstore.errors import InvalidRequest
-from kvstore.flows import Evicted, Hit, SpaceFlows, TicketParts, milliseconds
+from kvstore.flows import Asked, Evicted, Hit, SpaceFlows, milliseconds
 from kvstore.handle import SpaceHandle
 from kvstore.keys import Keys
 from kvstore.link import Link
@@ -55,14 +55,10 @@ def with_parent(keys: Keys, parent: bytes | None) -> Keys:
 class Ticket:
     """A prefetch that was asked for."""
 
-    def __init__(
-        self, space: Space, parts: TicketParts, tier: str, deadline_s: float | None
-    ) -> None:
+    def __init__(self, space: Space, asked: Asked) -> None:
         """Made by `Space.prefetch`."""
         self._space = space
-        self._parts = parts
-        self._tier = tier
-        self._deadline_s = deadline_s
+        self._asked = asked
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Wait until the blocks are there or nothing more is under way.
@@ -75,14 +71,14 @@ class Ticket:
             The leading run that is in the tier, or in a faster one, by then.
         """
         if timeout_s is None:
-            timeout_s = 60.0 if self._deadline_s is None else self._deadline_s
-        flow = self._space.flows.prefetched(self._parts, self._tier, timeout_s)
+            timeout_s = 60.0 if self._asked.deadline is None else self._asked.deadline.left
+        flow = self._space.flows.prefetched(self._asked, timeout_s)
         blocks: int = self._space._run(flow)
         return blocks
 
     def cancel(self) -> None:
         """Forget it; moves that nobody else waits for are dropped if they have not begun."""
-        self._space._run(self._space.flows.cancel(self._parts))
+        self._space._run(self._space.flows.cancel(self._asked))
 
 
 class Space(SpaceHandle):
@@ -193,8 +189,8 @@ class Space(SpaceHandle):
             deadline_s: after which it is dropped; None: never.
             priority: higher first.
         """
-        parts = self._run(self.flows.prefetch(self.keys(keys), tier, deadline_s, priority))
-        return Ticket(self, parts, tier, deadline_s)
+        flow = self.flows.prefetch(self.keys(keys), tier, deadline_s, priority)
+        return Ticket(self, self._run(flow))
 
     def pin(self, keys: Keys | Iterable[bytes], ttl_s: float | None = None) -> int:
         """Keep a leading run present for `ttl_s` seconds, or until unpinned; return its length."""

@@ -169,20 +169,51 @@ def prefetch(
     space: SpaceOption,
     keys: KeysArgument = None,
     tokens: TokensOption = None,
-    wait: Annotated[
-        str, typer.Option("--wait", metavar="DURATION", help="How long to wait for them.")
+    tier: Annotated[
+        str, typer.Option("--tier", metavar="TIER", help="Where to: host, or gpu for the GPU pool.")
+    ] = "host",
+    deadline: Annotated[
+        str,
+        typer.Option(
+            "--deadline",
+            metavar="DURATION",
+            help="What has not begun to move by then is dropped.",
+        ),
     ] = "30s",
-    tier: Annotated[str, typer.Option("--tier", help="host, or gpu for the GPU pool.")] = "host",
+    priority: Annotated[
+        int,
+        typer.Option(
+            "--priority",
+            metavar="N",
+            min=-(1 << 31),
+            max=(1 << 31) - 1,
+            help="Higher goes first. Engines' requests have 0: less lets them pass.",
+        ),
+    ] = 0,
+    wait: Annotated[
+        str | None,
+        typer.Option(
+            "--wait",
+            metavar="DURATION",
+            help="How long this command waits for them; 0s: it only asks. "
+            "Default: until the deadline.",
+        ),
+    ] = None,
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring a chain of blocks from disk into host memory, or to the GPU."""
-    wait_s = parse_seconds(wait)
+    """Bring a chain of blocks from disk into host memory, or to the GPU, before it is asked for.
+
+    A hint, for routers and agents that know what comes next: nothing is held for it, and what has
+    arrived may be evicted again.
+    """
+    deadline_s = parse_seconds(deadline)
+    wait_s = deadline_s if wait is None else parse_seconds(wait)
     with connect(address) as client:
         opened = find_space(client, space)
         chain = chosen_keys(keys, tokens, False, opened.spec)
         assert chain is not None
-        ticket = opened.prefetch(chain, tier=tier, deadline_s=wait_s)
+        ticket = opened.prefetch(chain, tier=tier, deadline_s=deadline_s, priority=priority)
         blocks = ticket.wait(wait_s)
     _report(
         as_json,

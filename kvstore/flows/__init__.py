@@ -8,6 +8,6 @@ calls that do not wait.
 """
 
 from kvstore.flows.base import Hit, milliseconds
-from kvstore.flows.control import Evicted, SpaceFlows, TicketParts
+from kvstore.flows.control import Asked, Evicted, SpaceFlows
 
-__all__ = ["Evicted", "Hit", "SpaceFlows", "TicketParts", "milliseconds"]
+__all__ = ["Asked", "Evicted", "Hit", "SpaceFlows", "milliseconds"]

@@ -16,14 +16,12 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.steps import Flow
 from kvstore.wire import MAX_KEYS, tier_value
 
-__all__ = ["Evicted", "SpaceFlows", "TicketParts"]
+__all__ = ["Asked", "Evicted", "SpaceFlows"]
 
 # Most that one Prefetch call waits.
 _WAIT_SECONDS: Final = 2.0
 # Tickets in one CancelPrefetch.
 _MOST_CANCELLED: Final = 4_096
-
-TicketParts = Sequence[tuple[int, Keys]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,41 +37,66 @@ class Evicted:
     skipped: int
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prefetch that was asked for.
+
+    Attributes:
+        parts: tickets, and the keys of each.
+        tier: where to.
+        priority: higher first.
+        deadline: after which it is dropped; None: never.
+    """
+
+    parts: Sequence[tuple[int, Keys]]
+    tier: str
+    priority: int
+    deadline: Deadline | None
+
+    @property
+    def deadline_ms(self) -> int:
+        """What is left, as the daemon is told; zero would mean no deadline."""
+        return 0 if self.deadline is None else max(1, milliseconds(self.deadline.left))
+
+
 class SpaceFlows(Reading, Writing):
     """All flows of one open space."""
 
     def prefetch(
         self, keys: Keys, tier: str, deadline_s: float | None, priority: int
-    ) -> Flow[TicketParts]:
+    ) -> Flow[Asked]:
         """Ask for a leading run to be moved up."""
-        tickets = [(new_id(), part) for part in parts(keys)]
-        # Zero would mean no deadline.
-        deadline_ms = 0 if deadline_s is None else max(1, milliseconds(deadline_s))
-        for ticket_id, part in tickets:
-            request = pb.PrefetchRequest(
-                space=self._space.ref,
-                keys=part.packed,
-                tier=tier_value(tier),
-                ticket_id=ticket_id,
-                deadline_ms=deadline_ms,
-                priority=priority,
-            )
-            yield from self._rpc("Prefetch", request)
-        return tickets
+        deadline = None if deadline_s is None else Deadline(deadline_s)
+        asked = Asked([(new_id(), part) for part in parts(keys)], tier, priority, deadline)
+        for ticket_id, part in asked.parts:
+            yield from self._rpc("Prefetch", self._prefetch(asked, ticket_id, part, 0.0))
+        return asked
 
-    def prefetched(self, tickets: TicketParts, tier: str, timeout_s: float) -> Flow[int]:
+    def _prefetch(
+        self, asked: Asked, ticket_id: int, part: Keys, wait_s: float
+    ) -> pb.PrefetchRequest:
+        """Return the call that opens a ticket, or asks how it stands.
+
+        The daemon may have forgotten a ticket that was done or late: whoever asks says all of it,
+        so that what is opened again is what was asked for at first.
+        """
+        return pb.PrefetchRequest(
+            space=self._space.ref,
+            keys=part.packed,
+            tier=tier_value(asked.tier),
+            ticket_id=ticket_id,
+            deadline_ms=asked.deadline_ms,
+            priority=asked.priority,
+            wait_ms=milliseconds(wait_s),
+        )
+
+    def prefetched(self, asked: Asked, timeout_s: float) -> Flow[int]:
         """Wait for a prefetch; return the leading run that has arrived."""
         deadline, blocks = Deadline(timeout_s), 0
-        for ticket_id, part in tickets:
+        for ticket_id, part in asked.parts:
             while True:
                 wait = min(deadline.left, _WAIT_SECONDS)
-                request = pb.PrefetchRequest(
-                    space=self._space.ref,
-                    keys=part.packed,
-                    tier=tier_value(tier),
-                    ticket_id=ticket_id,
-                    wait_ms=milliseconds(wait),
-                )
+                request = self._prefetch(asked, ticket_id, part, wait)
                 answer = yield from self._rpc("Prefetch", request, wait + self._timeout_s)
                 if answer.done or not deadline.left:
                     break
@@ -82,9 +105,9 @@ class SpaceFlows(Reading, Writing):
                 break
         return blocks
 
-    def cancel(self, tickets: TicketParts) -> Flow[None]:
+    def cancel(self, asked: Asked) -> Flow[None]:
         """Forget a prefetch."""
-        ids = [ticket_id for ticket_id, _ in tickets]
+        ids = [ticket_id for ticket_id, _ in asked.parts]
         for at in range(0, len(ids), _MOST_CANCELLED):
             request = pb.CancelPrefetchRequest(ticket_ids=ids[at : at + _MOST_CANCELLED])
             yield from self._rpc("CancelPrefetch", request)

@@ -196,6 +196,12 @@ def test_flush_prefetch_drain(daemon: Daemon) -> None:
     fetched = daemon.json("prefetch", "--space", daemon.id[:8], *hexadecimal)
     assert fetched == {"blocks": 10, "keys": 10}
     assert daemon.json("spaces")[0]["blocks_host"] == 10
+    daemon.json("evict", "--space", daemon.id, "--all", "--tier", "host")
+    hint = ("prefetch", "--space", daemon.id, *hexadecimal, "--priority", "-3")
+    asked = daemon.json(*hint, "--deadline", "60s", "--wait", "0s")
+    assert asked["keys"] == 10
+    # What was only asked for comes all the same.
+    assert daemon.json(*hint)["blocks"] == 10
     assert "drained" in daemon.run("drain").stdout
     more = kvstore.chain_keys([1] * BLOCK_TOKENS, BLOCK_TOKENS)
     assert daemon.space.put(more, np.zeros((1, 65536), np.uint8), timeout_s=0.1) == 0
@@ -214,6 +220,11 @@ def test_flush_prefetch_drain(daemon: Daemon) -> None:
         (("evict", "--space", "ID", "--all", "--tier", "attic"), "tier: "),
         (("pin", "--space", "ID", "--tokens", "/nowhere"), "tokens: cannot read /nowhere"),
         (("prefetch", "--space", "ID", "--tokens", "/dev/null"), "tokens: 0 tokens fill no block"),
+        (("prefetch", "--space", "ID", "11" * 16, "--tier", "gpu"), "tier: "),
+        (
+            ("prefetch", "--space", "ID", "11" * 16, "--deadline", "soon"),
+            "'soon' is not a duration",
+        ),
     ],
 )
 def test_bad_input_is_one_line(daemon: Daemon, arguments: tuple[str, ...], line: str) -> None:

@@ -209,6 +209,7 @@ class Script:
             "Hello": pb.HelloResponse(),
             "Evict": pb.EvictResponse(copies=1),
             "Unpin": pb.UnpinResponse(blocks=1),
+            "Prefetch": pb.PrefetchResponse(blocks=1, done=True),
         }[step.name]
 
     def perform(self, step: Step) -> Any:
@@ -505,3 +506,19 @@ def test_rows_that_overlap_are_not_read_into() -> None:
     readonly.flags.writeable = False
     with pytest.raises(InvalidRequest, match="read-only"):
         Rows.of("out", readonly, 2, BLOCK, write=True)
+
+
+def test_asking_how_a_prefetch_stands_says_again_what_was_asked_for(script: Script) -> None:
+    """A ticket that the daemon has forgotten must not be opened again for ever, and at any price."""
+    flows, keys = flows_of(script), keys_of(1)
+    asked = script.run(flows.prefetch(keys, "host", 60.0, -7))
+    assert script.run(flows.prefetched(asked, 5.0)) == 1
+    late = script.run(flows.prefetch(keys, "host", 0.0, 0))
+    script.run(flows.prefetched(late, 5.0))
+    ever = script.run(flows.prefetch(keys, "host", None, 0))
+    script.run(flows.prefetched(ever, 5.0))
+    requests = [request for request in script.requests if isinstance(request, pb.PrefetchRequest)]
+    assert [request.priority for request in requests] == [-7, -7, 0, 0, 0, 0]
+    first, again, *others = [request.deadline_ms for request in requests]
+    assert 0 < again <= first <= 60_000
+    assert others == [1, 1, 0, 0]

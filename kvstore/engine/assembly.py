@@ -197,10 +197,14 @@ class Assembly:
                 await self._recover(self.disk)
                 self._compose_disk(self.disk)
                 if self.gpu_reader is not None and self.gpu_side is not None:
+                    assert self.promoter is not None
                     await self.gpu_reader.open()
                     opened.push_async_callback(self.gpu_reader.close)
                     self.gpu_side.add_disk(
-                        self.gpu_reader, self._arrivals.request, self.removal.corrupt
+                        self.gpu_reader,
+                        self.promoter,
+                        self._arrivals.request,
+                        self.removal.corrupt,
                     )
             if saved is not None:
                 self._adopt(saved)

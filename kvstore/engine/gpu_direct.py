@@ -13,6 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from kvstore.miss import MissReason
+from kvstore.prefetch.estimate import PathEstimate
 from kvstore.tiers.base import Outcome
 from kvstore.tiers.gpu_reader import DirectRead
 
@@ -41,6 +42,7 @@ class GpuDirect:
     """Reads blocks into the GPU pool.
 
     Attributes:
+        path: how fast that goes.
         through_host: takes blocks, with who waits for each, that have to come the other way.
         on_corrupt: called for a block whose bytes do not match their digests.
     """
@@ -61,6 +63,8 @@ class GpuDirect:
         self._room = room
         self._mover = mover
         self._counters = counters
+        self.path = PathEstimate()
+        self._bytes = 0
         self._waiters: dict[Block, list[GpuRunWaiter]] = {}
         self._queue: deque[Block] = deque()
         self._work = asyncio.Event()
@@ -84,6 +88,11 @@ class GpuDirect:
         return len(self._waiters)
 
     @property
+    def queued_bytes(self) -> int:
+        """Bytes of blocks that have not begun to move."""
+        return max(0, self._bytes - self.path.in_flight)
+
+    @property
     def usable(self) -> bool:
         """Whether blocks should come this way now."""
         return self._reader.usable
@@ -95,6 +104,7 @@ class GpuDirect:
             if waiters is None:
                 waiters = self._waiters[block] = []
                 self._index.hold_disk(block)
+                self._bytes += block.space.shape.block_bytes
                 self._queue.append(block)
             waiters.append(waiter)
         self._work.set()
@@ -152,13 +162,24 @@ class GpuDirect:
                 assert block.digests is not None
                 lengths = block.space.spec.shard_bytes
                 reads.append(DirectRead(block.disk, slot, shape.slot_bytes, lengths, block.digests))
-            outcomes = await self._reader.read(reads)
+            outcomes = await self._timed(reads, shape.block_bytes)
         finally:
             # Also when cancelled: by then the engine is done with disk and device.
             for at, block in enumerate(batch):
                 taken = slots[at] if at < len(slots) else None
                 outcome = outcomes[at] if at < len(outcomes) else Outcome.IO_ERROR
                 self._land(block, taken, outcome)
+
+    async def _timed(self, reads: Sequence[DirectRead], block_bytes: int) -> list[Outcome]:
+        """Read, and take note of how fast that went."""
+        loop = asyncio.get_running_loop()
+        outcomes: list[Outcome] = []
+        number = self.path.begin(len(reads) * block_bytes, loop.time())
+        try:
+            outcomes = await self._reader.read(reads)
+        finally:
+            self.path.end(number, outcomes.count(Outcome.OK) * block_bytes, loop.time())
+        return outcomes
 
     def _land(self, block: Block, slot: Slot | None, outcome: Outcome) -> None:
         if slot is None:
@@ -178,6 +199,7 @@ class GpuDirect:
             self._end(block, MissReason.OTHER_EPOCH)
         else:
             waiters = self._waiters.pop(block)
+            self._bytes -= block.space.shape.block_bytes
             for waiter in waiters:
                 self.through_host(block, waiter)
             self._index.release_disk(block)
@@ -185,6 +207,7 @@ class GpuDirect:
     def _end(self, block: Block, reason: MissReason) -> None:
         """Forget a block and tell who waits for it."""
         waiters = self._waiters.pop(block)
+        self._bytes -= block.space.shape.block_bytes
         self._index.release_disk(block)
         for waiter in waiters:
             if block.gpu is not None and not block.dead:

@@ -1,7 +1,8 @@
 """Moves between host memory and the GPU pool.
 
 Up: what somebody asks for (`request`), and, behind it, what was leased from host memory and let go
-of (`used`): its next use comes from the GPU. Down: hot copies that have to leave and are on disk
+of (`used`): its next use comes from the GPU. The latter comes in the order of how often it is used,
+and makes room only at the cost of what is used less often (`gpu_demand`). Down: hot copies that have to leave and are on disk
 otherwise, while host has room. Bytes in host were checked when they arrived there; on the way down
 they are checked again.
 
@@ -16,18 +17,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
+from kvstore.engine.gpu_ascents import Ascent, AscentQueue
 from kvstore.errors import TierError
 from kvstore.miss import MissReason
+from kvstore.prefetch.estimate import PathEstimate
 from kvstore.tiers.base import Outcome, TierName, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kvstore.engine.counters import Counters
+    from kvstore.engine.gpu_ascents import GpuWaiter
+    from kvstore.engine.gpu_demand import GpuDemand
     from kvstore.engine.gpu_room import GpuRoom
     from kvstore.engine.room import HostRoom
     from kvstore.index import Block, BlockIndex
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
     from kvstore.tiers.base import Slot
     from kvstore.tiers.gpu import GpuTier
 
-__all__ = ["GpuMover", "GpuWaiter"]
+__all__ = ["GpuMover"]
 
 log = logging.getLogger(__name__)
 
@@ -50,26 +53,12 @@ _PAUSE_SECONDS: Final = 0.001
 _ONLY_FREE: Final = -1
 
 
-class GpuWaiter(Protocol):
-    """Who waits for GPU copies. Called on the event loop; must not block or raise."""
-
-    def arrived(self, block: Block) -> None:
-        """The block has a GPU copy now."""
-
-    def failed(self, block: Block, reason: MissReason) -> None:
-        """It is not getting one."""
-
-
-@dataclass(eq=False, slots=True)
-class _Ascent:
-    block: Block
-    waiters: list[GpuWaiter] = field(default_factory=list)
-    held: bool = False  # the host copy: somebody waits
-    moving: bool = False
-
-
 class GpuMover:
-    """Copies blocks up and down."""
+    """Copies blocks up and down.
+
+    Attributes:
+        path: how fast blocks go up.
+    """
 
     def __init__(
         self,
@@ -77,6 +66,7 @@ class GpuMover:
         host_room: HostRoom,
         gpu: GpuTier,
         room: GpuRoom,
+        demand: GpuDemand,
         counters: Counters,
         *,
         loading: Callable[[], bool],
@@ -89,6 +79,7 @@ class GpuMover:
             host_room: of host memory.
             gpu: the tier.
             room: in it.
+            demand: how often blocks are used.
             counters: of what happened.
             loading: whether anybody loads now.
             on_released: host copies may leave that could not before.
@@ -97,13 +88,14 @@ class GpuMover:
         self._host_room = host_room
         self._gpu = gpu
         self._room = room
+        self._demand = demand
         self._counters = counters
         self._loading = loading
         self._on_released = on_released
-        self._ascents: dict[Block, _Ascent] = {}
-        self._wanted: OrderedDict[Block, _Ascent] = OrderedDict()
-        self._later: OrderedDict[Block, _Ascent] = OrderedDict()
-        self._later_bytes = 0
+        self.path = PathEstimate()
+        self._ascents: dict[Block, Ascent] = {}
+        self._wanted = AscentQueue()
+        self._later = AscentQueue()
         self._work = asyncio.Event()
         self._paced = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
@@ -125,6 +117,11 @@ class GpuMover:
         """Return the number of blocks queued or on their way up."""
         return len(self._ascents)
 
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes that somebody waits for and that have not begun to move."""
+        return self._wanted.bytes
+
     def used(self, run: Sequence[Block]) -> None:
         """Blocks that were just used, in chain order: copy them up when there is time."""
         if self._gpu.state != "ok" or not run:
@@ -132,17 +129,16 @@ class GpuMover:
         limit = self._gpu.usage().capacity_bytes
         # Of a run that is longer than the pool the head is what can stay there.
         for block in run[: limit // run[0].space.shape.block_bytes]:
-            if (
-                block.readable
-                and block.gpu is None
-                and not block.dead
-                and block not in self._ascents
-            ):
-                self._ascents[block] = self._later[block] = _Ascent(block)
-                self._later_bytes += block.space.shape.block_bytes
-        while self._later_bytes > limit:
-            # What was used first is least worth it by now.
-            self._forget(next(iter(self._later.values())))
+            if block.gpu is not None or not block.readable or block.dead:
+                continue
+            ascent = self._ascents.get(block)
+            if ascent is None:
+                ascent = self._ascents[block] = Ascent(block)
+            elif not self._later.remove(ascent):
+                continue
+            self._later.add(ascent, self._demand.uses(block))
+        while self._later.bytes > limit and (least := self._later.least()) is not None:
+            self._forget(least)
             self._counters.counts["gpu_promotions_dropped"] += 1
         self._work.set()
 
@@ -154,12 +150,11 @@ class GpuMover:
                 continue
             ascent = self._ascents.get(block)
             if ascent is None:
-                ascent = self._ascents[block] = _Ascent(block)
+                ascent = self._ascents[block] = Ascent(block)
             ascent.waiters.append(waiter)
             if not ascent.moving and block not in self._wanted:
-                if self._later.pop(block, None) is not None:
-                    self._later_bytes -= block.space.shape.block_bytes
-                self._wanted[block] = ascent
+                self._later.remove(ascent)
+                self._wanted.add(ascent)
                 self._index.hold_host(block)
                 ascent.held = True
         self._work.set()
@@ -173,13 +168,12 @@ class GpuMover:
                 if not ascent.waiters and not ascent.moving:
                     self._forget(ascent)
 
-    def _forget(self, ascent: _Ascent) -> list[GpuWaiter]:
+    def _forget(self, ascent: Ascent) -> list[GpuWaiter]:
         """Take an ascent off every list; return who waits for it."""
         block = ascent.block
         del self._ascents[block]
-        self._wanted.pop(block, None)
-        if self._later.pop(block, None) is not None:
-            self._later_bytes -= block.space.shape.block_bytes
+        if not self._wanted.remove(ascent):
+            self._later.remove(ascent)
         if ascent.held:
             ascent.held = False
             self._index.release_host(block)
@@ -222,21 +216,22 @@ class GpuMover:
             await asyncio.sleep(max(_PAUSE_SECONDS, loop.time() - begun))
         self._work.set()
 
-    def _next(self, queue: OrderedDict[Block, _Ascent], limit: int) -> list[_Ascent]:
+    def _next(self, queue: AscentQueue, limit: int) -> list[Ascent]:
         """Take the first ascents of one shape off a queue, up to a batch."""
-        batch: list[_Ascent] = []
+        batch: list[Ascent] = []
         size = 0
-        while queue and len(batch) < _BATCH_BLOCKS:
-            block, ascent = next(iter(queue.items()))
+        while len(batch) < _BATCH_BLOCKS and (ascent := queue.first()) is not None:
+            block = ascent.block
             shape = block.space.shape
-            if batch and (shape != batch[0].block.space.shape or size + shape.block_bytes > limit):
+            full = size + shape.block_bytes > limit
+            # What is used less often has another claim to room.
+            other = batch and (shape, ascent.level) != (batch[0].block.space.shape, batch[0].level)
+            if batch and (full or other):
                 break
             if block.dead or block.gpu is not None or not block.readable:
                 self._tell(block, self._forget(ascent))
                 continue
-            del queue[block]
-            if queue is self._later:
-                self._later_bytes -= shape.block_bytes
+            queue.remove(ascent)
             ascent.moving = True
             if not ascent.held:
                 self._index.hold_host(block)
@@ -245,22 +240,32 @@ class GpuMover:
             size += shape.block_bytes
         return batch
 
-    async def _ascend(self, batch: Sequence[_Ascent]) -> None:
+    async def _ascend(self, batch: Sequence[Ascent]) -> None:
         """Copy a batch up as far as there is room; the batch is over then, whatever happens."""
         if not batch:
             return
         slots: list[Slot] = []
         transfers: list[Transfer] = []
         outcomes: list[Outcome] = []
-        begun = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
         try:
             shape = batch[0].block.space.shape
-            slots = await self.slots(shape, len(batch), max(a.block.sequence for a in batch))
+            newest = max(ascent.block.sequence for ascent in batch)
+            rare = None
+            if not any(ascent.waiters for ascent in batch):
+                rare = min(self._demand.uses(ascent.block) for ascent in batch)
+            slots = await self.slots(shape, len(batch), newest, rare)
             transfers = [
                 self._transfer(ascent.block, slot, ascent.block.host)
                 for ascent, slot in zip(batch, slots, strict=False)
             ]
-            outcomes = await self._gpu.write(transfers)
+            number = self.path.begin(len(transfers) * shape.block_bytes, loop.time())
+            try:
+                outcomes = await self._gpu.write(transfers)
+            finally:
+                moved = outcomes.count(Outcome.OK) * shape.block_bytes
+                self.path.end(number, moved, loop.time())
         finally:
             # Also when cancelled: by then the device has finished, and nothing may view a slab any
             # more when its slots become free.
@@ -271,7 +276,7 @@ class GpuMover:
                 landed += self._land(ascent, slots[at] if at < len(slots) else None, done=done)
             self._counters.counts["promoted_blocks_gpu"] += landed
         if landed:
-            self._counters.record("promote_gpu_batch", asyncio.get_running_loop().time() - begun)
+            self._counters.record("promote_gpu_batch", loop.time() - begun)
         if self._gpu.state != "ok":
             self._room.drop_all()
 
@@ -282,7 +287,7 @@ class GpuMover:
         lengths = block.space.spec.shard_bytes
         return Transfer(gpu, self._host_room.views(host), lengths, block.digests)
 
-    def _land(self, ascent: _Ascent, slot: Slot | None, *, done: bool) -> bool:
+    def _land(self, ascent: Ascent, slot: Slot | None, *, done: bool) -> bool:
         """End one ascent; return whether the block got its copy."""
         block = ascent.block
         good = slot is not None and done and not block.dead and block.gpu is None
@@ -294,13 +299,15 @@ class GpuMover:
         self._tell(block, self._forget(ascent), reason)
         return good
 
-    async def slots(self, shape: BlockShape, count: int, older_than: int) -> list[Slot]:
-        """Take slots, after hot copies that have to leave were brought to host."""
-        slots, hot = self._room.take(shape, count, older_than)
+    async def slots(
+        self, shape: BlockShape, count: int, older_than: int, uses: int | None = None
+    ) -> list[Slot]:
+        """Take slots, after hot copies that have to leave were brought to host; see `GpuRoom`."""
+        slots, hot = self._room.take(shape, count, older_than, uses)
         try:
             while hot:
                 await self._demote(shape, hot)
-                more, hot = self._room.take(shape, count - len(slots), older_than)
+                more, hot = self._room.take(shape, count - len(slots), older_than, uses)
                 slots += more
         except BaseException:
             for slot in slots:

@@ -3,7 +3,8 @@
 A GPU copy is never the last one, so nothing is lost when it leaves; what is hot and otherwise on
 disk only is offered for demotion to free host memory first. Slots come from free ones, from memory
 that no slab group has taken yet, from the coldest copies of the same shape, and from the coldest
-slab group of another shape.
+slab group of another shape. What nobody asked for, but was used, takes nobody's place who is used
+more often.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvstore.engine.counters import Counters
+    from kvstore.engine.gpu_demand import GpuDemand
     from kvstore.index import Block, BlockIndex
     from kvstore.space import BlockShape
     from kvstore.tiers.base import Slot
@@ -31,6 +33,8 @@ log = logging.getLogger(__name__)
 # The look for a group of another shape is O(blocks of other shapes).
 _RECLAIM_INTERVAL_SECONDS: Final = 0.1
 _DEMOTE_BYTES: Final = 16 << 20
+# Chains that are used too often to make room: so many of them are looked past, coldest first.
+_MOST_PASSED_OVER: Final = 256
 
 
 class GpuRoom:
@@ -40,12 +44,20 @@ class GpuRoom:
         on_removed: called with the number of a slab group that is gone.
     """
 
-    def __init__(self, gpu: GpuTier, host: HostTier, index: BlockIndex, counters: Counters) -> None:
+    def __init__(
+        self,
+        gpu: GpuTier,
+        host: HostTier,
+        index: BlockIndex,
+        demand: GpuDemand,
+        counters: Counters,
+    ) -> None:
         """Compose; the index frees GPU slots here from now on."""
         self.on_removed: Callable[[int], None] = lambda _: None
         self._gpu = gpu
         self._host = host
         self._index = index
+        self._demand = demand
         self._counters = counters
         self._next_reclaim = 0.0
         index.free_gpu = self.free
@@ -55,7 +67,7 @@ class GpuRoom:
         self._gpu.free([slot])
 
     def take(
-        self, shape: BlockShape, count: int, older_than: int
+        self, shape: BlockShape, count: int, older_than: int, uses: int | None = None
     ) -> tuple[list[Slot], list[Block]]:
         """Take up to `count` slots now.
 
@@ -63,6 +75,7 @@ class GpuRoom:
             shape: of the blocks to come.
             count: how many.
             older_than: only blocks of a lower sequence number make room.
+            uses: only blocks that were not used more often than this make room; None: all.
 
         Returns:
             slots, and blocks worth a place in host memory, whose GPU copies the caller holds now:
@@ -73,22 +86,34 @@ class GpuRoom:
         slots = gpu.allocate(shape, count)
         hot: list[Block] = []
         queue = self._index.gpu_queue(shape)
-        while len(slots) + len(hot) < count:
+        kept: list[Block] = []
+        while len(slots) + len(hot) < count and len(kept) < _MOST_PASSED_OVER:
             block = queue.peek()
             if block is None or block.sequence >= older_than:
                 break
-            if self._worth_demoting(block, len(hot)):
+            if self._keeps(block, uses):
                 queue.pop()
-                hot += self._chain(block, len(hot), count - len(slots) - len(hot), older_than)
+                kept.append(block)
+            elif self._worth_demoting(block, len(hot)):
+                queue.pop()
+                hot += self._chain(block, len(hot), count - len(slots) - len(hot), older_than, uses)
             else:
                 self._index.drop_gpu(block)
                 self._counters.counts["evicted_blocks_gpu"] += 1
                 slots += gpu.allocate(shape, 1)
-        if not slots and not hot and self._reclaim(shape, count):
+        for block in kept:
+            self._index.offer(block)
+        if not slots and not hot and self._reclaim(shape, count, uses):
             slots = gpu.allocate(shape, count)
         return slots, hot
 
-    def _chain(self, block: Block, before: int, limit: int, older_than: int) -> list[Block]:
+    def _keeps(self, block: Block, uses: int | None) -> bool:
+        """Return whether a block is used too often to make room for what is used so often."""
+        return uses is not None and self._demand.uses(block) > uses
+
+    def _chain(
+        self, block: Block, before: int, limit: int, older_than: int, uses: int | None
+    ) -> list[Block]:
         """Hold a block that is worth demoting, and those above it that only it kept here."""
         found: list[Block] = []
         at: Block | None = block
@@ -102,6 +127,7 @@ class GpuRoom:
                 or at.gpu_refs
                 or at.gpu_children > 1
                 or at.sequence >= older_than
+                or self._keeps(at, uses)
                 or not self._worth_demoting(at, before + len(found))
             ):
                 break
@@ -118,7 +144,7 @@ class GpuRoom:
         coldest = self._index.host_queue(shape).peek()
         return coldest is None or block.sequence > coldest.sequence
 
-    def _reclaim(self, shape: BlockShape, count: int) -> bool:
+    def _reclaim(self, shape: BlockShape, count: int, uses: int | None) -> bool:
         """Empty slab groups of other shapes in which nothing is in use, coldest first.
 
         As many as it takes for one of this shape: a few small ones may have to make room.
@@ -139,7 +165,7 @@ class GpuRoom:
             blocks = members[group.group]
             below = [b for b in self._index.descendants(blocks) if b.gpu is not None]
             in_use = self._gpu.slots_in_use(group.group) != len(blocks)
-            if in_use or any(b.gpu_refs for b in (*blocks, *below)):
+            if in_use or any(b.gpu_refs or self._keeps(b, uses) for b in (*blocks, *below)):
                 continue
             gone = self._index.evict_all([*blocks, *below], TierName.GPU)
             self._counters.counts["evicted_blocks_gpu"] += gone

@@ -7,12 +7,15 @@ that changes its shape is not waited for: see `kvstore.tiers.gpu`.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
+from kvstore.engine.gpu_demand import GpuDemand
 from kvstore.engine.gpu_direct import GpuDirect
 from kvstore.engine.gpu_mover import GpuMover
 from kvstore.engine.gpu_room import GpuRoom
 from kvstore.engine.waiting import RunWaiter
+from kvstore.prefetch.route import Leg, straight_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from kvstore.engine.leases import Lease
     from kvstore.engine.room import HostRoom
     from kvstore.index import Block, BlockIndex
+    from kvstore.prefetch.promoter import Promoter
     from kvstore.space import BlockShape
     from kvstore.tiers.gpu import GpuTier
     from kvstore.tiers.gpu_reader import GpuReader
@@ -35,6 +39,7 @@ class GpuSide:
 
     Attributes:
         tier: the tier.
+        demand: how often blocks are used by those who can read them there.
         room: who gets its slots.
         mover: what brings blocks there, and hot ones back.
         direct: what reads them from disk past host memory; None without a disk.
@@ -54,18 +59,21 @@ class GpuSide:
     ) -> None:
         """Compose; see `GpuMover`."""
         self.tier = tier
-        self.room = GpuRoom(tier, host, index, counters)
+        self.demand = GpuDemand(tier.usage().capacity_bytes)
+        self.room = GpuRoom(tier, host, index, self.demand, counters)
         self.room.on_removed = attachments.gpu_group_gone
         self.mover = GpuMover(
             index,
             host_room,
             tier,
             self.room,
+            self.demand,
             counters,
             loading=loading,
             on_released=on_released,
         )
         self.direct: GpuDirect | None = None
+        self._promoter: Promoter | None = None
         self._index = index
         self._counters = counters
         tier.on_group = attachments.announce_gpu
@@ -73,10 +81,12 @@ class GpuSide:
     def add_disk(
         self,
         reader: GpuReader,
+        promoter: Promoter,
         through_host: Callable[[Sequence[Block], GpuRunWaiter], None],
         on_corrupt: Callable[[Block], None],
     ) -> None:
-        """Take in the way from disk; see `GpuDirect`."""
+        """Take in the way from disk; see `GpuDirect`. `promoter` serves the one through host."""
+        self._promoter = promoter
         direct = GpuDirect(self._index, reader, self.room, self.mover, self._counters)
         direct.through_host = lambda block, waiter: through_host([block], waiter)
         direct.on_corrupt = on_corrupt
@@ -106,8 +116,24 @@ class GpuSide:
         direct = self.direct
         if direct is None or not direct.usable:
             return cold
-        direct.request([b for b in cold if b.host is None and b.digests is not None], waiter)
-        return [b for b in cold if b.host is not None or b.digests is None]
+        able = [b for b in cold if b.host is None and b.digests is not None]
+        straight = able[: self._straight(able, direct)]
+        direct.request(straight, waiter)
+        taken = set(straight)
+        return [b for b in cold if b not in taken]
+
+    def _straight(self, blocks: Sequence[Block], direct: GpuDirect) -> int:
+        """Return how many leading blocks go past host memory."""
+        if not blocks or self._promoter is None:
+            return len(blocks)
+        size = blocks[0].space.shape.block_bytes
+        stages = (
+            Leg(self._promoter.path, self._promoter.ahead_bytes(blocks, 0)),
+            Leg(self.mover.path, self.mover.wanted_bytes),
+        )
+        now = asyncio.get_running_loop().time()
+        straight = Leg(direct.path, direct.queued_bytes)
+        return -(-straight_bytes(len(blocks) * size, straight, stages, now) // size)
 
     def may_read(self, attachment: Attachment, shape: BlockShape) -> bool:
         """Return whether a client can open all that it needs of blocks of a shape."""
@@ -121,6 +147,7 @@ class GpuSide:
     def lease_ended(self, lease: Lease) -> None:
         """What was read from host may come from the GPU the next time."""
         if self.may_read(lease.attachment, lease.space.shape):
+            self.demand.used(lease.run[: lease.count])
             self.mover.used([b for b in lease.run[: lease.count] if b.gpu is None])
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from kvstore.engine import Engine
+    from kvstore.prefetch.estimate import PathEstimate
 
 __all__ = ["EngineCollector"]
 
@@ -151,10 +152,13 @@ class EngineCollector(Collector):
             yield "kvstore_promotion_queue_bytes", (), promoter.queued_bytes
             yield "kvstore_promotion_jobs", (), promoter.jobs
             yield "kvstore_path_stalled", ("disk",), int(engine.worth.stalled)
-            if promoter.path.measured:
-                speed = promoter.path.bytes_per_second
-                yield "kvstore_path_bytes_per_second", ("disk",), speed
-                yield "kvstore_path_latency_seconds", ("disk",), promoter.path.latency_seconds
+            yield from self._path("disk", promoter.path)
+
+    @staticmethod
+    def _path(name: str, path: PathEstimate) -> Iterator[_Sample]:
+        if path.measured:
+            yield "kvstore_path_bytes_per_second", (name,), path.bytes_per_second
+            yield "kvstore_path_latency_seconds", (name,), path.latency_seconds
 
     def _gpu(self) -> Iterator[_Sample]:
         gpu, reader = self._engine.gpu, self._engine.gpu_reader
@@ -162,6 +166,11 @@ class EngineCollector(Collector):
             yield "kvstore_gpu_copied_bytes_in", (), gpu.copied_in_bytes
             yield "kvstore_gpu_copied_bytes_out", (), gpu.copied_out_bytes
             yield "kvstore_gpu_pin_failures", (), gpu.pin_failures
+        side = self._engine.gpu_side
+        if side is not None:
+            yield from self._path("host_to_gpu", side.mover.path)
+            if side.direct is not None:
+                yield from self._path("disk_to_gpu", side.direct.path)
         if reader is not None:
             yield "kvstore_gpu_direct", (reader.name,), 1
             yield "kvstore_gpu_direct_failures", (), reader.failures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from collections.abc import Callable
@@ -119,6 +120,43 @@ def test_what_fails_there_comes_through_host_memory(
 
     with caplog.at_level(logging.WARNING), kvikio_stub(stub):
         make_world(gpu_blocks=16, gpu_engine=KvikioEngine).run(story)
+
+
+def test_a_way_that_is_measured_to_be_slower_is_not_taken(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A storage driver in its compatibility mode may be slower than going through host memory."""
+    monkeypatch.setattr("kvstore.prefetch.route.LEAST_BYTES", 2 * 4096)
+
+    async def story(world: World) -> None:
+        side = world.engine.gpu_side
+        assert side is not None
+        assert side.direct is not None
+        assert world.engine.promoter is not None
+        now = asyncio.get_running_loop().time()
+        for path, seconds in (
+            (side.direct.path, 1e-1),
+            (side.mover.path, 1e-4),
+            (world.engine.promoter.path, 1e-4),
+        ):
+            for _ in range(20):
+                path.end(path.begin(8 * 4096, now - seconds), 8 * 4096, now)
+        # What is too little to choose for goes straight; what is more does not.
+        for name, blocks, straight in (("a", 1, 1), ("b", 8, 1)):
+            keys = chain(name, blocks)
+            await on_disk_only(world, keys)
+            assert await bring_up(world, keys) == (blocks, MissReason.NONE)
+            assert world.counts("direct_blocks_gpu") == straight
+        # Long ago: it is measured again, with a little of what there is to move.
+        side.direct.path.observed_at -= 3600
+        keys = chain("c", 8)
+        await on_disk_only(world, keys)
+        assert await bring_up(world, keys) == (8, MissReason.NONE)
+        assert world.counts("direct_blocks_gpu") == 1 + 2
+        await reads_right(world, keys)
+
+    with kvikio_stub(KvikioStub()):
+        make_world(gpu_blocks=32, gpu_engine=KvikioEngine).run(story)
 
 
 def test_without_kvikio_blocks_come_through_host_memory(

@@ -147,15 +147,101 @@ def test_a_chain_longer_than_the_pool_keeps_its_head_there(make_world: MakeWorld
             assert await player.load(keys) == 12
             await world.settle()
             assert on_gpu(world, keys) == "gggg--------"
-        # A shorter one that is used later takes its place, tail first.
+        # A shorter one that is used as often, and later, takes its place, tail first.
         other = chain("b", 2)
         await player.put(other)
-        assert await player.load(other) == 2
-        await world.settle()
+        for _ in range(2):
+            assert await player.load(other) == 2
+            await world.settle()
         assert on_gpu(world, other) == "gg"
         assert on_gpu(world, keys) == "gg----------"
 
     make_world(gpu_blocks=4).run(story)
+
+
+def test_what_is_used_often_stays_while_others_pass_by_and_comes_back(
+    make_world: MakeWorld,
+) -> None:
+    """A prefix that is asked for again and again, between many that are asked for once."""
+
+    async def story(world: World) -> None:
+        player = world.player()
+        player.sees_gpus()
+        hot = chain("hot", 3)
+        await player.put(hot)
+        for _ in range(3):
+            assert await player.load(hot) == 3
+            await world.settle()
+        assert on_gpu(world, hot) == "ggg"
+        for at in range(6):
+            passing = chain(f"passing{at}", 2)
+            await player.put(passing)
+            assert await player.load(passing) == 2
+            await world.settle()
+            assert on_gpu(world, hot) == "ggg"
+            # What is used as rarely makes room, although the hot ones have been idle for longer.
+            assert on_gpu(world, passing) == "g-"
+        # Somebody's wish counts for more than a habit.
+        wanted = chain("wanted", 4)
+        await player.put(wanted)
+        assert await bring_up(world, wanted) == (4, MissReason.NONE)
+        assert on_gpu(world, hot) == "---"
+        # Its next use brings it back, at the cost of what nobody has used.
+        assert await player.load(hot) == 3
+        await world.settle()
+        assert on_gpu(world, hot) == "ggg"
+        # What was hot once is not for ever: when much else is used, its count fades.
+        for at in range(40):
+            await player.put(chain(f"new{at}", 2))
+            assert await player.load(chain(f"new{at}", 2)) == 2
+            await world.settle()
+        assert on_gpu(world, hot) == "---"
+        check(world.engine, quiet=True)
+
+    make_world(gpu_blocks=4, host_blocks=32).run(story)
+
+
+def test_what_is_used_most_comes_up_first_but_after_what_somebody_waits_for(
+    make_world: MakeWorld,
+) -> None:
+    device = Obstinate()
+
+    async def story(world: World) -> None:
+        assert world.engine.gpu_side is not None
+        mover = world.engine.gpu_side.mover
+        player = world.player()
+        player.sees_gpus()
+        names = ("first", "second", "once", "twice", "wish")
+        chains = {name: chain(name, 2) for name in names}
+        for keys in chains.values():
+            await player.put(keys)
+        begun: list[bytes] = []
+        take = mover._next
+
+        def note(queue: Any, limit: int) -> Any:
+            batch = take(queue, limit)
+            begun.extend(ascent.block.key for ascent in batch)
+            return batch
+
+        mover._next = note  # type: ignore[method-assign]
+        device.gate.clear()
+        # Both that move have their hands full; what comes meanwhile queues.
+        for name in ("first", "second"):
+            assert await player.load(chains[name]) == 2
+            await until(lambda: not mover._later)
+        begun.clear()
+        for name in ("once", "twice", "twice"):
+            assert await player.load(chains[name]) == 2
+        waiting = asyncio.ensure_future(bring_up(world, chains["wish"]))
+        await until(lambda: mover._wanted)
+        assert begun == []
+        device.gate.set()
+        assert await waiting == (2, MissReason.NONE)
+        await world.settle()
+        assert begun == [*chains["wish"], *chains["twice"], *chains["once"]]
+        check(world.engine, quiet=True)
+
+    make_world(gpu_blocks=16, gpu_devices=lambda: [device]).run(story)
 
 
 def test_prefetch_brings_blocks_from_disk_to_the_gpu(make_world: MakeWorld) -> None:

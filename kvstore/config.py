@@ -2,7 +2,8 @@
 
 A setting comes from a flag, else from the TOML file, else from its default. Keys of the file are
 the flags without the dashes in front (``host_pool = "8GiB"``; ``host-pool`` is the same key).
-Unknown keys are refused. The environment is read here and in `kvstore.address`, nowhere else.
+Unknown keys are refused. The environment is read here and in `kvstore.address`; what a service
+manager puts there, in `kvstore.server.service_manager`.
 
 Every problem is a ``ConfigError`` of one line that starts with the name of the setting.
 """

@@ -28,7 +28,9 @@ def flush(
     if as_json:
         print_json(result)
     else:
-        state = "everything is on disk" if result["done"] else "the time ran out"
+        state = "the time ran out"
+        if result["done"]:
+            state = "not everything is on disk" if result["skipped"] else "everything is on disk"
         print(f"{state}: {result['blocks']} blocks written, {result['skipped']} skipped")
         for block in result["skipped_blocks"][:10]:
             print(f"  skipped {block['key']}: {block['reason']}")

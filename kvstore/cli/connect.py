@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -14,9 +15,12 @@ from kvstore.errors import InvalidRequest, ServerUnavailable
 from kvstore.space import SpaceSpec
 
 if TYPE_CHECKING:
+    from kvstore.address import Address
     from kvstore.client import Client, Space
 
-__all__ = ["AddressOption", "JsonOption", "connect", "find_space"]
+__all__ = ["AddressOption", "JsonOption", "connect", "find_space", "listens"]
+
+_CONNECT_SECONDS: Final = 1.0
 
 AddressOption = Annotated[
     str | None,
@@ -30,6 +34,20 @@ AddressOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def listens(address: Address) -> bool:
+    """Tell whether a process has the address, be it one that does not answer."""
+    try:
+        if not address.local:
+            socket.create_connection((address.host, address.port), _CONNECT_SECONDS).close()
+            return True
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(_CONNECT_SECONDS)
+            probe.connect(address.path)
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -46,6 +64,11 @@ def connect(address: str | None) -> Iterator[Client]:
         try:
             yield client
         except ServerUnavailable as e:
+            if listens(client.link.address):
+                raise ServerUnavailable(
+                    f"the daemon at {client.link.address} listens, but does not answer: it is "
+                    "stopped, stuck, or has just been started again (see `kvstore doctor`)"
+                ) from e
             listen = f" --listen {address}" if address else ""
             raise ServerUnavailable(
                 f"no daemon answers at {client.link.address}; "

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from kvstore.address import Address, default_address, parse_address
-from kvstore.cli.connect import AddressOption, JsonOption, connect
+from kvstore.cli.connect import AddressOption, JsonOption, connect, listens
 from kvstore.cli.output import console, make_table, print_json
 from kvstore.cli.plain import plain
 from kvstore.errors import ConfigError, DeadlineExceeded, ServerUnavailable
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _COLUMNS: Final = 80
-_CONNECT_SECONDS: Final = 1.0
 _STYLES: Final = {"ok": "green", "warning": "yellow", "error": "bold red"}
 # Small enough for any machine: the pool of settings that cannot be, so that the rest is examined.
 _SOME_POOL: Final = "16MiB"
@@ -38,20 +36,6 @@ def _finding(subject: str, level: str, text: str, advice: str = "") -> dict[str,
     return {"subject": subject, "level": level, "text": text, "advice": advice}
 
 
-def _listens(address: Address) -> bool:
-    """Tell whether a process has the address, be it one that does not answer."""
-    try:
-        if not address.local:
-            socket.create_connection((address.host, address.port), _CONNECT_SECONDS).close()
-            return True
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(_CONNECT_SECONDS)
-            probe.connect(address.path)
-    except OSError:
-        return False
-    return True
-
-
 def _ask(address: Address) -> _Findings | None:
     """Return what the daemon says, None when it says nothing."""
     try:
@@ -63,7 +47,7 @@ def _ask(address: Address) -> _Findings | None:
 
 def _silent(address: Address) -> dict[str, Any]:
     """Say what it means that no daemon answered."""
-    if _listens(address):
+    if listens(address):
         advice = "it is stopped or stuck: see its log, and restart it; below is this machine"
         return _finding("daemon", "error", f"at {address}: listens, but does not answer", advice)
     advice = "start one with `kvstore serve`; below is what it would find here"

@@ -6,7 +6,7 @@
    directory left in shared memory.
 4. Open the tiers, recover the index, adopt what lies in the pool.
 5. Bind sockets, invalidate the saved host index, serve, publish the socket addresses, print the
-   ready line.
+   ready line, tell the service manager.
 6. On SIGTERM or SIGINT: save the host index, flush within the time allowed, say goodbye, close,
    mark the store clean.
 """
@@ -51,6 +51,7 @@ from kvstore.server.kept_pool import find_kept_pool
 from kvstore.server.kv_service import KVStoreService
 from kvstore.server.loop_slices import SliceSelector
 from kvstore.server.reading import CarefulServer
+from kvstore.server.service_manager import ServiceManager
 from kvstore.server.sockets import BootSocket
 from kvstore.server.web import serve_web
 from kvstore.syncpoint import arm_from_environment
@@ -299,6 +300,8 @@ async def _run(
     )
     sockets: list[BootSocket] = []
     beside = contextlib.ExitStack()
+    manager = ServiceManager()
+    beside.callback(manager.close)
     host_index = config.state / HOST_INDEX_NAME
     try:
         sockets, bound = await _bind(server, config, boot_id.hex()[:12])
@@ -317,9 +320,12 @@ async def _run(
             await checker.set(name, health_pb2.HealthCheckResponse.SERVING)
         for socket in sockets:
             socket.publish()
-        print(_ready_line(config, bound, engine, boot_id), flush=True)
+        line = _ready_line(config, bound, engine, boot_id)
+        print(line, flush=True)
+        manager.ready(line)
         reason = await stop
         log.info("%s: stopping", reason)
+        manager.stopping(config.stop_timeout_s)
         begun = time.monotonic()
         await checker.enter_graceful_shutdown()
         await engine.quiesce(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 
 from kvstore.errors import ConfigError
 from kvstore.server.metrics import EngineCollector
@@ -69,6 +69,8 @@ class WebApp:
         """Serve an engine's metrics, and samples of it."""
         registry = CollectorRegistry()
         registry.register(EngineCollector(engine))
+        # The daemon's own memory, processor time, open files and start, by their usual names.
+        ProcessCollector(registry=registry)
         self._metrics = make_wsgi_app(registry)
         self._samples = samples
         page = resources.files("kvstore.server").joinpath("status_page.html").read_text("utf-8")

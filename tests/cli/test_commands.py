@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -245,6 +246,18 @@ def test_no_daemon(tmp_path: Path) -> None:
             f"kvstore: no daemon answers at {address}; "
             f"start one with `kvstore serve --listen {address}`\n"
         )
+
+
+def test_a_daemon_that_is_stopped(daemon: Daemon) -> None:
+    """It listens: to start another one would be wrong advice."""
+    os.kill(daemon.child.pid, signal.SIGSTOP)
+    try:
+        done = daemon.run("stats")
+    finally:
+        os.kill(daemon.child.pid, signal.SIGCONT)
+    assert done.returncode == 1
+    assert "listens, but does not answer: it is stopped, stuck" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

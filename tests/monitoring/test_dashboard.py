@@ -1,4 +1,4 @@
-"""The dashboard asks for metrics that exist, and what is provisioned fits together."""
+"""Dashboard and alerts ask for metrics that exist, and what is provisioned fits together."""
 
 from __future__ import annotations
 
@@ -17,11 +17,19 @@ import kvstore
 
 ROOT: Final = Path(__file__).parents[2]
 MONITORING: Final = ROOT / "monitoring"
+ALERTS: Final = (MONITORING / "alerts.yml").read_text()
 DASHBOARD: Final = MONITORING / "grafana" / "dashboards" / "kvstore.json"
 # Where counts are counted and names of calls are given.
 _SOURCES: Final = ("kvstore/engine", "kvstore/server", "prefetch", "tiers", "index")
 _METRIC: Final = re.compile(r"\bkvstore_\w+")
 _LABEL: Final = re.compile(r"(?:by \(|\{\{)(\w+)")
+# One rule: its name, and everything up to the next one.
+_RULE: Final = re.compile(
+    r"^      - alert: (\w+)\n(.*?)(?=^      - alert|\Z)", re.MULTILINE | re.DOTALL
+)
+_EXPRESSION: Final = re.compile(
+    r"^        expr: (?:\|\n((?:          .*\n)+)|(.+)\n)", re.MULTILINE
+)
 
 
 def dashboard() -> dict[str, Any]:
@@ -34,8 +42,19 @@ def expressions() -> list[str]:
     return [*panels, *(v["query"]["query"] for v in dashboard()["templating"]["list"])]
 
 
+def rules() -> dict[str, tuple[str, str]]:
+    """Alerts' expressions and texts by name. Read as text: no parser of theirs comes with tests."""
+    found = {}
+    for name, text in _RULE.findall(ALERTS):
+        expression = _EXPRESSION.search(text)
+        assert expression is not None, name
+        found[name] = (expression[1] or expression[2], text)
+    return found
+
+
 def named() -> set[str]:
-    return {name for expression in expressions() for name in _METRIC.findall(expression)}
+    asked = [*expressions(), *(expression for expression, _ in rules().values())]
+    return {name for expression in asked for name in _METRIC.findall(expression)}
 
 
 def _written() -> tuple[set[str], list[re.Pattern[str]]]:
@@ -112,7 +131,24 @@ def test_labels_exist() -> None:
         for target in panel["targets"]
         for label in _LABEL.findall(target["legendFormat"])
     }
-    assert used | legends == {"tier", "reason"}
+    assert used | legends == {"tier", "reason", "call"}
+
+
+def test_every_alert_is_explained_and_tried() -> None:
+    """A page of its own words for each, and a story that sets it off."""
+    found = rules()
+    assert len(found) == ALERTS.count("- alert:") > 10
+    guide = (ROOT / "docs" / "operations.md").read_text()
+    tried = (MONITORING / "alerts_test.yml").read_text()
+    for name, (expression, text) in found.items():
+        assert expression.count("(") == expression.count(")"), name
+        assert re.search(r"^          severity: (critical|warning|info)$", text, re.MULTILINE), name
+        assert re.search(r'^          summary: ".+"$', text, re.MULTILINE), name
+        assert f"\n### {name}\n" in guide, name
+        # Once as a story of its own, once where all is well.
+        assert tried.count(f"alertname: {name}\n") == 2, name
+    assert re.findall(r"^### (Kvstore\w+)$", guide, re.MULTILINE) == list(found)
+    assert "rule_files:\n  - alerts.yml\n" in (MONITORING / "prometheus.yml").read_text()
 
 
 def test_panels_are_in_order() -> None:

@@ -208,7 +208,11 @@ def _build(config: ServeConfig, store: MetaStore, pool: Path) -> Engine:
 
 
 def _ready_line(
-    config: ServeConfig, bound: Sequence[Address], engine: Engine, boot_id: bytes
+    config: ServeConfig,
+    bound: Sequence[Address],
+    engine: Engine,
+    boot_id: bytes,
+    metrics: Address | None,
 ) -> str:
     disk = "none"
     if engine.disk is not None:
@@ -222,8 +226,10 @@ def _ready_line(
     if engine.gpu is not None:
         size = format_bytes(engine.gpu.usage().capacity_bytes).replace(" ", "")
         gpu = f"{size}:{len(engine.gpu.devices)}devices"
+    web = f" metrics={metrics}" if metrics is not None else ""
     return (
-        f"kvstore ready listen={listen} boot_id={boot_id.hex()} host={host} disk={disk} gpu={gpu}"
+        f"kvstore ready listen={listen} boot_id={boot_id.hex()} host={host} disk={disk}"
+        f" gpu={gpu}{web}"
     )
 
 
@@ -305,8 +311,10 @@ async def _run(
     host_index = config.state / HOST_INDEX_NAME
     try:
         sockets, bound = await _bind(server, config, boot_id.hex()[:12])
-        if config.metrics is not None:
-            beside.enter_context(serve_web(engine, boot_id, config.metrics))
+        metrics = config.metrics
+        if metrics is not None:
+            port = beside.enter_context(serve_web(engine, boot_id, metrics))
+            metrics = replace(metrics, port=port)
         if config.record is not None:
             recorder = Recorder(config.record, engine.counters)
             beside.callback(recorder.close)
@@ -320,7 +328,7 @@ async def _run(
             await checker.set(name, health_pb2.HealthCheckResponse.SERVING)
         for socket in sockets:
             socket.publish()
-        line = _ready_line(config, bound, engine, boot_id)
+        line = _ready_line(config, bound, engine, boot_id, metrics)
         print(line, flush=True)
         manager.ready(line)
         reason = await stop

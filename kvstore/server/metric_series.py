@@ -118,7 +118,7 @@ _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 SERIES: Final[dict[str, Series]] = {
     series.name: series
     for series in (
-        Series("kvstore_effective_hit_ratio", _G, "ratio", (), "reused / prompt tokens, as clients report them since the start; absent before"),
+        Series("kvstore_effective_hit_ratio", _G, "ratio", (), "of all prompt tokens those that were not computed: reused or found in engines' own caches, as clients report since the start; absent before"),
         Series("kvstore_client_requests", _C, "requests", (), "served, as clients report them"),
         Series("kvstore_client_prompt_tokens", _C, "tokens", (), "of these requests"),
         Series("kvstore_client_reused_tokens", _C, "tokens", ("tier",), "loaded instead of computed, by the tier that held them when asked"),

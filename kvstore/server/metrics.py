@@ -83,7 +83,7 @@ class EngineCollector(Collector):
     def _usage(self) -> Iterator[_Sample]:
         total = UsageCounts.total(list(self._engine.usage.values()))
         values = total.values()
-        reused = 0
+        reused = total.local_tokens
         for tier in ("gpu", "host", "disk"):
             tokens = values.pop(f"reused_tokens_{tier}")
             reused += tokens

@@ -13,6 +13,7 @@ import pytest
 
 from kvstore.cli.demo.corpus import text
 from kvstore.cli.demo.engine_child import ALLOCATOR
+from kvstore.cli.demo.hit_rate import HitRates
 from kvstore.cli.demo.report import as_json, as_table
 from kvstore.cli.demo.scenario import DemoResult, DemoSettings, Row
 
@@ -74,6 +75,21 @@ def test_a_bad_result_is_a_failure(change: dict[str, object], problem: str) -> N
     assert _result(**change).problems() == [problem]
 
 
+def test_a_hit_rate_that_is_shown_wrongly_is_a_failure() -> None:
+    right = HitRates("daemon 1", 0.5, {"stats": 0.5009, "status page": 0.5, "Prometheus": 0.4991})
+    wrong = HitRates("daemon 2", 0.5, {"stats": 0.5011, "status page": 0.5, "Prometheus": 0.0})
+    assert right.problem() is None
+    assert str(right).endswith("outputs 50.0% (stats 50.1%, status page 50.0%, Prometheus 49.9%)")
+    good = _result()
+    result = DemoResult(good.settings, good.rows, [right, wrong])
+    [problem] = result.problems()
+    assert problem == (
+        "daemon 2: the effective hit rate is 50.00% by the engines' outputs, but stats says 50.11%,"
+        " Prometheus says 0.00%"
+    )
+    assert as_json(result)["hit_rates"][0]["shown"]["stats"] == 0.5009
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -103,6 +119,15 @@ def test_the_whole_demo(tmp_path: Path) -> None:
         assert len(row["ttft_seconds"]) == 5
     assert list(warm[0]["served_tokens"]) == list(warm[1]["served_tokens"]) == ["host"]
     assert list(warm[2]["served_tokens"]) == ["disk"]
+    first, second = result["hit_rates"]
+    # Two of three times five prompts and two unrelated ones; five and one.
+    tokens = result["prompt_tokens"]
+    assert first["outputs"] == pytest.approx(2 * warm[0]["reused_tokens"] / (17 * tokens))
+    assert second["outputs"] == pytest.approx(warm[2]["reused_tokens"] / (6 * tokens))
+    for rates in (first, second):
+        assert set(rates["shown"]) == {"stats", "status page", "Prometheus"}
+        for rate in rates["shown"].values():
+            assert rate == pytest.approx(rates["outputs"], abs=0.001)
     assert list(tmp_path.iterdir()) == []
 
 

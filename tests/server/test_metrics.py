@@ -90,14 +90,16 @@ def test_a_scrape_shows_what_happened(make_world: Callable[..., World]) -> None:
         world.engine.report_usage(
             world.space.id, UsageCounts(requests=1, prompt_tokens=80, reused_tokens_host=32)
         )
-        world.engine.report_usage(world.space.id, UsageCounts(reused_tokens_disk=28))
+        world.engine.report_usage(
+            world.space.id, UsageCounts(reused_tokens_disk=8, local_tokens=20)
+        )
         found = samples(scrape(world))
 
         def value(name: str, **labels: str) -> float:
             return found[(name, tuple(sorted(labels.items())))]
 
         assert value("kvstore_effective_hit_ratio") == 0.75
-        assert value("kvstore_client_reused_tokens_total", tier="disk") == 28
+        assert value("kvstore_client_reused_tokens_total", tier="disk") == 8
         assert value("kvstore_hit_blocks_total", tier="host") == 2
         assert value("kvstore_hit_tokens_total", tier="disk") == 32
         assert value("kvstore_miss_tokens_total", reason="never_seen") == 16

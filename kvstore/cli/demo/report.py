@@ -33,6 +33,10 @@ def as_json(result: DemoResult) -> dict[str, Any]:
             }
             for row in result.rows
         ],
+        "hit_rates": [
+            {"daemon": rates.daemon, "outputs": rates.outputs, "shown": dict(rates.shown)}
+            for rates in result.hit_rates
+        ],
         "tokens_identical": result.tokens_identical,
         "problems": result.problems(),
     }

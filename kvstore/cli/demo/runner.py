@@ -35,7 +35,8 @@ def _transfer_config(target: str) -> dict[str, Any] | None:
         "kv_connector_module_path": "kvstore.connectors.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"target": target},
+        # A first prompt may come before the daemon has answered: it is to be counted nevertheless.
+        "kv_connector_extra_config": {"target": target, "answer_seconds": 10},
     }
 
 

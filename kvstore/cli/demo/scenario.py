@@ -21,7 +21,8 @@ from typing import Final
 
 from kvstore.cli.child import ChildDaemon, ChildError
 from kvstore.cli.connect import connect
-from kvstore.cli.demo.engine_child import EngineChild, Narrate
+from kvstore.cli.demo.engine_child import Answer, EngineChild, Narrate
+from kvstore.cli.demo.hit_rate import HitRates, read_hit_rates
 from kvstore.client import Client
 from kvstore.units import format_seconds
 
@@ -86,10 +87,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """All rows, the cold one first."""
+    """All rows, the cold one first.
+
+    Attributes:
+        settings: what it ran with.
+        rows: what each measured.
+        hit_rates: of each daemon.
+    """
 
     settings: DemoSettings
     rows: list[Row]
+    hit_rates: list[HitRates] = field(default_factory=list)
 
     @property
     def reusable_tokens(self) -> int:
@@ -117,7 +125,7 @@ class DemoResult:
                 )
         if not self.rows[-1].served_tokens.get("disk"):
             found.append(f"{self.rows[-1].name}: was not served from disk")
-        return found
+        return found + [problem for rates in self.hit_rates if (problem := rates.problem())]
 
 
 def _wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -136,13 +144,17 @@ class _Demo:
         self._say = say
         self._prompts: list[list[int]] = []
         self._warm_ups = 0
+        # Of the daemon that runs: what engines were asked, and what their outputs said.
+        self._asked = self._prompt_tokens = self._cached_tokens = 0
 
     @contextlib.contextmanager
     def daemon(self, name: str, *options: str) -> Iterator[tuple[ChildDaemon, Client]]:
         """Run a daemon on the scratch directory, with a client to watch it."""
         self._say(f"starting {name} …")
         disk = self._settings.directory / "disk"
-        fixed = ("--disk", str(disk), "--disk-capacity", "2GiB", "--host-pool", "1GiB")
+        fixed = ["--disk", str(disk), "--disk-capacity", "2GiB", "--host-pool", "1GiB"]
+        fixed += ["--metrics", "127.0.0.1:0"]
+        self._asked = self._prompt_tokens = self._cached_tokens = 0
         with ChildDaemon(
             self._settings.directory, [*fixed, *options], name.replace(" ", "-")
         ) as daemon:
@@ -172,10 +184,28 @@ class _Demo:
             self._warm_ups += 1
             unrelated = engine.encode(_WARM_UP_TEXT + self._warm_ups, self._settings.prompt_tokens)
             self._say("  one unrelated prompt, not counted")
-            engine.generate(unrelated, self._settings.output_tokens)
+            self._generate(engine, unrelated)
             yield engine
         finally:
             engine.stop()
+
+    def _generate(self, engine: EngineChild, prompt: list[int]) -> Answer:
+        """Send one prompt, and keep count."""
+        answer = engine.generate(prompt, self._settings.output_tokens)
+        self._asked += 1
+        self._prompt_tokens += len(prompt)
+        self._cached_tokens += answer.cached_tokens
+        return answer
+
+    def hit_rates(self, name: str, daemon: ChildDaemon, client: Client) -> HitRates:
+        """Compare what the engines' outputs said with what their daemon shows."""
+
+        def reported() -> bool:
+            return client.stats().usage.requests >= self._asked
+
+        _wait_until(reported, f"the engines had reported all {self._asked} prompts")
+        metrics = daemon.ready["metrics"]
+        return read_hit_rates(name, client, metrics, self._prompt_tokens, self._cached_tokens)
 
     def row(self, name: str, engine: EngineChild, client: Client) -> Row:
         """Send every prompt once, one at a time."""
@@ -183,7 +213,7 @@ class _Demo:
         self._say(f"{name}: {settings.prompts} prompts of {settings.prompt_tokens} tokens")
         before = _served(client)
         for prompt in self._prompts:
-            answer = engine.generate(prompt, settings.output_tokens)
+            answer = self._generate(engine, prompt)
             row.ttft_seconds.append(answer.ttft_s)
             row.reused_tokens += answer.cached_tokens
             row.outputs.append(answer.tokens)
@@ -231,7 +261,7 @@ def run_demo(settings: DemoSettings, say: Narrate) -> DemoResult:
     Raises:
         KVStoreError: a process failed or took too long.
     """
-    demo, rows = _Demo(settings, say), []
+    demo, rows, rates = _Demo(settings, say), [], []
     with demo.daemon("daemon 1") as (daemon, client):
         with demo.engine(daemon.address, "engine 1") as engine:
             rows.append(demo.row("cold", engine, client))
@@ -240,6 +270,7 @@ def run_demo(settings: DemoSettings, say: Narrate) -> DemoResult:
         say("engine 1 is gone; another process starts from nothing")
         with demo.engine(daemon.address, "engine 2") as engine:
             rows.append(demo.row("warm, new engine", engine, client))
+            rates.append(demo.hit_rates("daemon 1", daemon, client))
         say("flushing everything to disk, then stopping the daemon")
         client.flush(timeout_s=60)
     with (
@@ -247,4 +278,5 @@ def run_demo(settings: DemoSettings, say: Narrate) -> DemoResult:
         demo.engine(daemon.address, "engine 3") as engine,
     ):
         rows.append(demo.row("warm, from disk", engine, client))
-    return DemoResult(settings, rows)
+        rates.append(demo.hit_rates("daemon 2", daemon, client))
+    return DemoResult(settings, rows, rates)

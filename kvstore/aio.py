@@ -16,6 +16,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore import tracing
 from kvstore.attach import Attachment, Lease
 from kvstore.client import Client, with_parent
 from kvstore.errors import DeadlineExceeded
@@ -28,7 +29,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc as rpc
 from kvstore.rows import Blocks, Rows
 from kvstore.space import SpaceSpec
-from kvstore.steps import Await, Flow, Grow, Pause, Receive, Rpc, Send, Step, Work
+from kvstore.steps import Await, Flow, Grow, Pause, Receive, Rpc, Send, Step, Work, flow_name
 from kvstore.wire import channel_options, spec_to_message
 
 __all__ = ["AsyncClient", "AsyncSpace", "AsyncTicket"]
@@ -216,12 +217,12 @@ class AsyncClient:
 
     async def _call(self, name: str, request: Any, timeout_s: float) -> Any:
         try:
-            return await self._method(name)(request, timeout=timeout_s)
+            return await self._method(name)(request, timeout=timeout_s, metadata=tracing.metadata())
         except grpc.RpcError as error:
             raise translate(error, self._sync.link.address) from error
 
     async def _stream(self, name: str, request: Any, timeout_s: float | None) -> AsyncIterator[Any]:
-        call = self._method(name)(request, timeout=timeout_s)
+        call = self._method(name)(request, timeout=timeout_s, metadata=tracing.metadata())
         try:
             async for part in call:
                 yield part
@@ -236,18 +237,19 @@ class AsyncClient:
         Raises:
             KVStoreError: whatever the flow lets through.
         """
-        try:
-            step = next(flow)
-            while True:
-                try:
-                    result = await self._perform(step)
-                except BaseException as error:  # noqa: BLE001 - the flow cleans up and decides
-                    step = flow.throw(error)
-                else:
-                    step = flow.send(result)
-        except StopIteration as end:
-            value: T = end.value
-            return value
+        with tracing.span(f"kvstore.{flow_name(flow)}", kind="client"):
+            try:
+                step = next(flow)
+                while True:
+                    try:
+                        result = await self._perform(step)
+                    except BaseException as error:  # noqa: BLE001 - the flow cleans up and decides
+                        step = flow.throw(error)
+                    else:
+                        step = flow.send(result)
+            except StopIteration as end:
+                value: T = end.value
+                return value
 
     async def _perform(self, step: Step) -> Any:
         match step:

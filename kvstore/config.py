@@ -3,13 +3,14 @@
 A setting comes from a flag, else from the TOML file, else from its default. Keys of the file are
 the flags without the dashes in front (``host_pool = "8GiB"``; ``host-pool`` is the same key).
 Unknown keys are refused. The environment is read here and in `kvstore.address`; what a service
-manager puts there, in `kvstore.server.service_manager`.
+manager puts there in `kvstore.server.service_manager`, OpenTelemetry's in `kvstore.tracing`.
 
 Every problem is a ``ConfigError`` of one line that starts with the name of the setting.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import ipaddress
@@ -36,7 +37,14 @@ from kvstore.cgroup import memory_limit
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.units import GIB, MIB, PAGE_BYTES, format_bytes, parse_bytes, parse_seconds
 
-__all__ = ["ServeConfig", "WritePolicy", "default_state_directory", "load_config", "pool_prefix"]
+__all__ = [
+    "ServeConfig",
+    "WritePolicy",
+    "default_state_directory",
+    "load_config",
+    "pool_prefix",
+    "wanted_log_format",
+]
 
 # "auto" takes this share of what is available, and never more than this many bytes: the default
 # must be harmless on a workstation, and whoever has a server gives a size.
@@ -338,6 +346,15 @@ def _one_line(error: ValidationError) -> str:
     if first["type"] not in ("value_error", "missing"):
         text = f"{first['input']!r}: {text.removeprefix('Input ')}"
     return (f"{name}: {text}" if name else text).replace("\n", " ")
+
+
+def wanted_log_format(flags: Mapping[str, Any], file: Path | None = None) -> str:
+    """Return the `log_format` that is asked for, also where the other settings cannot be read."""
+    chosen = flags.get("log_format")
+    if chosen is None and file is not None:
+        with contextlib.suppress(ConfigError):
+            chosen = _read_file(file).get("log_format")
+    return str(chosen or "text")
 
 
 def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServeConfig:

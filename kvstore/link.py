@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 
 import grpc
 
+from kvstore import tracing
 from kvstore.address import Address
 from kvstore.errors import ClientClosed, KVStoreError, ServerUnavailable
 from kvstore.process import keep_in_children
@@ -97,7 +98,7 @@ class Link:
         """
         method = self._method(name)
         try:
-            return method(request, timeout=timeout_s)
+            return method(request, timeout=timeout_s, metadata=tracing.metadata())
         except grpc.RpcError as error:
             raise self._meaning(error) from error
         except ValueError as error:  # grpc's way to say that the channel is closed
@@ -111,7 +112,7 @@ class Link:
         """
         method = self._method(name)
         try:
-            answers = method(request, timeout=timeout_s)
+            answers = method(request, timeout=timeout_s, metadata=tracing.metadata())
         except ValueError as error:
             raise ClientClosed("the client is closed") from error
         try:
@@ -138,7 +139,9 @@ class Link:
         result: Future[T] = Future()
         result.set_running_or_notify_cancel()
         try:
-            pending = self._method(name).future(request, timeout=timeout_s)
+            pending = self._method(name).future(
+                request, timeout=timeout_s, metadata=tracing.metadata()
+            )
         except KVStoreError as error:
             result.set_exception(error)
             return result

@@ -12,12 +12,25 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from kvstore import tracing
 from kvstore.attach import Lease
 from kvstore.errors import DeadlineExceeded
 from kvstore.link import Link
 from kvstore.proto import kvstore_pb2 as pb
 
-__all__ = ["Await", "Flow", "Grow", "Pause", "Receive", "Rpc", "Send", "Step", "Work", "drive"]
+__all__ = [
+    "Await",
+    "Flow",
+    "Grow",
+    "Pause",
+    "Receive",
+    "Rpc",
+    "Send",
+    "Step",
+    "Work",
+    "drive",
+    "flow_name",
+]
 
 T = TypeVar("T")
 
@@ -83,24 +96,30 @@ Step = Rpc | Await | Grow | Pause | Work | Send | Receive
 Flow = Generator[Step, Any, T]
 
 
+def flow_name(flow: Flow[Any]) -> str:
+    """Return the name of the function that made a flow."""
+    return str(getattr(flow, "__name__", "flow"))
+
+
 def drive(link: Link, flow: Flow[T]) -> T:
-    """Run a flow to its end on the calling thread.
+    """Run a flow to its end on the calling thread, within a span of its name.
 
     Raises:
         KVStoreError: whatever the flow lets through.
     """
-    try:
-        step = next(flow)
-        while True:
-            try:
-                result = _perform(link, step)
-            except BaseException as error:  # noqa: BLE001 - the flow cleans up and decides
-                step = flow.throw(error)
-            else:
-                step = flow.send(result)
-    except StopIteration as end:
-        value: T = end.value
-        return value
+    with tracing.span(f"kvstore.{flow_name(flow)}", kind="client"):
+        try:
+            step = next(flow)
+            while True:
+                try:
+                    result = _perform(link, step)
+                except BaseException as error:  # noqa: BLE001 - the flow cleans up and decides
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(result)
+        except StopIteration as end:
+            value: T = end.value
+            return value
 
 
 def _perform(link: Link, step: Step) -> Any:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final, Protocol
 
+from kvstore import tracing
 from kvstore.errors import TierError
 from kvstore.miss import MissReason
 from kvstore.prefetch.estimate import PathEstimate
@@ -108,14 +109,16 @@ class _WaiterJob(Job[_Move]):
     Attributes:
         waiter: who is told.
         moves: those of its moves that have not ended.
+        traceparent: of the request that wants them; "" when nobody traces it.
     """
 
-    __slots__ = ("moves", "waiter")
+    __slots__ = ("moves", "traceparent", "waiter")
 
     def __init__(self, waiter: Waiter, shape: BlockShape, priority: int, deadline: float) -> None:
         super().__init__(shape, priority, deadline)
         self.waiter = waiter
         self.moves = 0
+        self.traceparent = tracing.carried()
 
 
 class Promoter:
@@ -405,6 +408,7 @@ class Promoter:
         size = moves[0].block.space.shape.block_bytes
         number = self.path.begin(len(moves) * size, loop.time())
         self.moving += len(moves)
+        span = self._span(moves, size) if tracing.recording() else tracing.OFF
         try:
             outcomes = await self._source.read(transfers)
         except TierError as error:
@@ -421,9 +425,29 @@ class Promoter:
             self.moving -= len(moves)
             arrived = sum(outcome is not Outcome.IO_ERROR for outcome in outcomes)
             seconds = self.path.end(number, arrived * size, loop.time())
+            if arrived < len(moves):
+                span.fail(f"{len(moves) - arrived} blocks could not be read")
+            span.end()
             for move, slot, outcome in zip(moves, slots, outcomes, strict=True):
                 self._land(move, slot, outcome)
         self._on_read(len(moves), seconds)
+
+    @staticmethod
+    def _span(moves: Sequence[_Move], size: int) -> tracing.Span:
+        """Begin the span of a batch: in the trace of one request, linked to all others' it serves."""
+        traced = dict.fromkeys(
+            job.traceparent for move in moves for job in move.jobs if job.traceparent
+        )
+        if not traced:
+            return tracing.OFF
+        first, *others = traced
+        return tracing.span(
+            "kvstore.promote",
+            parent=first,
+            links=others,
+            blocks=len(moves),
+            bytes=len(moves) * size,
+        )
 
     def _land(self, move: _Move, slot: Slot, outcome: Outcome) -> None:
         block = move.block

@@ -15,7 +15,7 @@ from typing import Annotated, Final
 
 import typer
 
-from kvstore import __version__
+from kvstore import __version__, log_lines
 from kvstore.cli import admin, blocks, doctor, explain, replay, serve, stats, verify
 from kvstore.cli.bench import command as bench
 from kvstore.cli.demo import command as demo
@@ -67,6 +67,12 @@ def _top(
     """A hierarchical KV-cache store for LLM inference."""
 
 
+def _logs_as_json(arguments: list[str]) -> bool:
+    """Whether a command line that could not be read asks for a daemon that logs as JSON."""
+    joined = " ".join(arguments).replace("--log-format=", "--log-format ")
+    return arguments[:1] == ["serve"] and "--log-format json" in joined
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command.
 
@@ -90,6 +96,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     except _USAGE_ERROR as e:
         problem = e.format_message() if hasattr(e, "format_message") else str(e)
-        print(f"kvstore: {problem} (try --help)".replace("\n", " "), file=sys.stderr)
+        text = f"{problem} (try --help)".replace("\n", " ")
+        as_json = _logs_as_json(sys.argv[1:] if arguments is None else arguments)
+        print(log_lines.line("error", text) if as_json else f"kvstore: {text}", file=sys.stderr)
         return 2
     return result if isinstance(result, int) else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,7 +50,9 @@ def serve(
     log_level: Annotated[
         str | None, _flag("--log-level", "debug, info, warning or error.", "LEVEL")
     ] = None,
-    log_format: Annotated[str | None, _flag("--log-format", "text or json.", "FORMAT")] = None,
+    log_format: Annotated[
+        str | None, _flag("--log-format", "text, or json: every line one object.", "FORMAT")
+    ] = None,
     host_pool: Annotated[
         str | None,
         _flag("--host-pool", "Host memory to take, e.g. 8GiB, or auto.", "SIZE"),
@@ -145,7 +149,9 @@ def serve(
 
     Works without any argument. SIGTERM stops it after saving what it holds.
     """
-    from kvstore.config import load_config
+    from kvstore import log_lines
+    from kvstore.config import load_config, wanted_log_format
+    from kvstore.errors import KVStoreError
 
     flags = {
         "listen": listen or None,
@@ -173,11 +179,21 @@ def serve(
         "log_level": log_level,
         "log_format": log_format,
     }
-    settings = load_config(flags, config)
-    # Imported once the settings are known to be good: a typo answers at once.
-    from kvstore.server import serve as run
+    as_json = wanted_log_format(flags, config) == "json"
+    if as_json:
+        # gRPC's core prints past every logger, in a form of its own.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    try:
+        settings = load_config(flags, config)
+        # Imported once the settings are known to be good: a typo answers at once.
+        from kvstore.server import serve as run
 
-    return run(settings)
+        return run(settings)
+    except KVStoreError as error:
+        if not as_json:
+            raise
+        print(log_lines.line("error", str(error)), file=sys.stderr, flush=True)
+        return 1
 
 
 def register(app: typer.Typer) -> None:

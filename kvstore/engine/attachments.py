@@ -43,6 +43,12 @@ _MAX_OUTBOX = 100_000
 _EARLY_RELEASES = 256
 
 
+def _say(level: int, attachment: Attachment, text: str, *args: object) -> None:
+    """Log a line about an attachment, whose client structured logs name as a field."""
+    told = {"attachment": attachment.id, "client": attachment.client}
+    log.log(level, f"attachment %d (%s): {text}", *told.values(), *args, extra=told)
+
+
 class State(StrEnum):
     """Life of an attachment."""
 
@@ -150,6 +156,11 @@ class Attachments:
         """Return all attachments that are not gone."""
         return list(self._all.values())
 
+    def name_of(self, attachment_id: int) -> str:
+        """Return the name of an attachment's client; "" when there is none."""
+        attachment = self._all.get(attachment_id)
+        return "" if attachment is None else attachment.client
+
     def find(self, attachment_id: int) -> Attachment:
         """Return a live attachment.
 
@@ -191,7 +202,7 @@ class Attachments:
         else:
             attachment.state = State.ACTIVE
             attachment.send(ActiveEvent())
-        log.info("attachment %d: %s, pid %d, mapped %s", attachment.id, client, pid, mapped)
+        _say(logging.INFO, attachment, "pid %d, mapped %s", pid, mapped)
         return attachment
 
     def locked(self, attachment: Attachment) -> None:
@@ -227,13 +238,8 @@ class Attachments:
             self._finish(attachment, "its stream and its lock are gone")
             return
         attachment.state = State.PRESUMED_DEAD
-        log.warning(
-            "attachment %d (%s, pid %d): stream ended, lock still held; %d granted slots wait",
-            attachment.id,
-            attachment.client,
-            attachment.pid,
-            attachment.granted_slots,
-        )
+        text = "pid %d, stream ended, lock still held; %d granted slots wait"
+        _say(logging.WARNING, attachment, text, attachment.pid, attachment.granted_slots)
 
     def announce(self, group: SlabGroup) -> None:
         """Tell every mapping client about a new slab group.
@@ -282,7 +288,7 @@ class Attachments:
             return
         attachment.state = State.GONE
         del self._all[attachment.id]
-        log.info("attachment %d (%s) ended: %s", attachment.id, attachment.client, why)
+        _say(logging.INFO, attachment, "ended: %s", why)
         try:
             self._on_gone(attachment)
         finally:
@@ -307,5 +313,5 @@ class Attachments:
         if now - attachment.last_heard > self._ttl and attachment.state is not State.SILENT:
             if attachment.state is State.ACTIVE:
                 attachment.state = State.SILENT
-                log.warning("attachment %d (%s) is silent", attachment.id, attachment.client)
+                _say(logging.WARNING, attachment, "is silent")
             self._on_silent(attachment)

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
+from kvstore import tracing
 from kvstore.errors import InvalidRequest, KVStoreError, TierUnavailable
 from kvstore.index.lmdb_env import StoreDamaged
+from kvstore.server import present_call
 from kvstore.wire import status_of
 
 if TYPE_CHECKING:
@@ -28,10 +30,8 @@ _Response = TypeVar("_Response")
 
 
 def _trace(context: aio.ServicerContext[Any, Any]) -> str:
-    for key, value in context.invocation_metadata() or ():
-        if key == "traceparent" and isinstance(value, str):
-            return f" ({value})"
-    return ""
+    traceparent = present_call.said_traceparent(context)
+    return f" ({traceparent})" if traceparent else ""
 
 
 def _check_read(request: object) -> None:
@@ -74,20 +74,28 @@ def answering(
         self: _Service, request: _Request, context: aio.ServicerContext[Any, Any]
     ) -> _Response:
         begun = time.perf_counter()
+        engine = self.engine  # type: ignore[attr-defined]
+        present_call.enter(engine, name, request, context)
+        span = tracing.OFF
+        if tracing.recording():
+            span = present_call.begin_span(name, request, context)
         try:
             _check_read(request)
             return await method(self, request, context)
         except KVStoreError as error:
+            span.fail(str(error))
             await fail(context, error, name)
             raise
         except Exception as error:
             # The RPC boundary: whatever else goes wrong is logged once and fails this call only.
             if isinstance(error, grpc.aio.AbortError) or has_left(error):
                 raise
+            span.fail(str(error))
             await fail(context, error, name)
             raise
         finally:
-            self.engine.counters.record(name, time.perf_counter() - begun)  # type: ignore[attr-defined]
+            span.end()
+            engine.counters.record(name, time.perf_counter() - begun)
 
     return wrapped
 
@@ -102,16 +110,24 @@ def streaming(
     async def wrapped(
         self: _Service, request: _Request, context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[_Response]:
+        present_call.enter(self.engine, name, request, context)  # type: ignore[attr-defined]
+        span = tracing.OFF
+        if tracing.recording():
+            span = present_call.begin_span(name, request, context)
         try:
             _check_read(request)
             async for response in method(self, request, context):
                 yield response
         except KVStoreError as error:
+            span.fail(str(error))
             await fail(context, error, name)
         except Exception as error:
             # The RPC boundary, as above.
             if isinstance(error, grpc.aio.AbortError) or has_left(error):
                 raise
+            span.fail(str(error))
             await fail(context, error, name)
+        finally:
+            span.end()
 
     return wrapped

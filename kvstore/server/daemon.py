@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import fcntl
 import gc
-import json
 import logging
 import os
 import resource
@@ -34,6 +33,8 @@ from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+import kvstore
+from kvstore import tracing
 from kvstore.address import machine_id
 from kvstore.config import WritePolicy, pool_prefix
 from kvstore.engine import Engine
@@ -45,10 +46,10 @@ from kvstore.index.lmdb_store import MetaStore
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc as rpc
 from kvstore.server.admin_service import AdminService
-from kvstore.server.answers import has_left
 from kvstore.server.gpu_pool import gpu_reader, gpu_tier
 from kvstore.server.kept_pool import find_kept_pool
 from kvstore.server.kv_service import KVStoreService
+from kvstore.server.logs import say_ready, set_up_logging
 from kvstore.server.loop_slices import SliceSelector
 from kvstore.server.reading import CarefulServer
 from kvstore.server.service_manager import ServiceManager
@@ -89,38 +90,17 @@ _PENDING_CALLS: Final = (
 )
 
 
-class _JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": self.formatTime(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
-def _demote_departures(record: logging.LogRecord) -> bool:
-    """Let gRPC mention a client that left during a call, but not as an error with a traceback."""
-    if record.exc_info and has_left(record.exc_info[1]):
-        record.exc_info = None
-        record.levelno, record.levelname = logging.DEBUG, "DEBUG"
-        return logging.getLogger().isEnabledFor(logging.DEBUG)
-    return True
-
-
-def _set_up_logging(config: ServeConfig) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    if config.log_format == "json":
-        handler.setFormatter(_JsonFormatter())
+def _set_up_tracing() -> None:
+    """Record spans if the environment asks for it; a daemon that cannot serves all the same."""
+    exporter = tracing.wanted()
+    if not exporter:
+        return
+    try:
+        tracing.set_up("kvstore", kvstore.__version__)
+    except tracing.TracingUnavailable as error:
+        log.warning("no traces: %s", error)
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=config.log_level.upper(), handlers=[handler], force=True)
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_demote_departures)
+        log.info("traces are exported: %s", exporter)
 
 
 def _lock_state(state: Path) -> int:
@@ -207,13 +187,14 @@ def _build(config: ServeConfig, store: MetaStore, pool: Path) -> Engine:
     )
 
 
-def _ready_line(
+def _ready(
     config: ServeConfig,
     bound: Sequence[Address],
     engine: Engine,
     boot_id: bytes,
     metrics: Address | None,
-) -> str:
+) -> dict[str, str]:
+    """Return what the ready line says."""
     disk = "none"
     if engine.disk is not None:
         capacity = format_bytes(engine.disk.usage().capacity_bytes).replace(" ", "")
@@ -226,11 +207,10 @@ def _ready_line(
     if engine.gpu is not None:
         size = format_bytes(engine.gpu.usage().capacity_bytes).replace(" ", "")
         gpu = f"{size}:{len(engine.gpu.devices)}devices"
-    web = f" metrics={metrics}" if metrics is not None else ""
-    return (
-        f"kvstore ready listen={listen} boot_id={boot_id.hex()} host={host} disk={disk}"
-        f" gpu={gpu}{web}"
-    )
+    fields = {"listen": listen, "boot_id": boot_id.hex(), "host": host, "disk": disk, "gpu": gpu}
+    if metrics is not None:
+        fields["metrics"] = str(metrics)
+    return fields
 
 
 async def _bind(
@@ -328,9 +308,7 @@ async def _run(
             await checker.set(name, health_pb2.HealthCheckResponse.SERVING)
         for socket in sockets:
             socket.publish()
-        line = _ready_line(config, bound, engine, boot_id, metrics)
-        print(line, flush=True)
-        manager.ready(line)
+        manager.ready(say_ready(config, _ready(config, bound, engine, boot_id, metrics)))
         reason = await stop
         log.info("%s: stopping", reason)
         manager.stopping(config.stop_timeout_s)
@@ -368,7 +346,8 @@ def serve(config: ServeConfig) -> int:
     Raises:
         ConfigError, FormatVersionError: it cannot start; one line says why.
     """
-    _set_up_logging(config)
+    set_up_logging(config)
+    _set_up_tracing()
     # The loop must get the interpreter back quickly from threads that hash and copy.
     sys.setswitchinterval(0.001)
     _raise_open_files()
@@ -401,4 +380,5 @@ def serve(config: ServeConfig) -> int:
         raise ConfigError(f"cannot start: {error}") from error
     finally:
         os.close(lock)
+        tracing.close()
     return 0

@@ -20,7 +20,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from typing import Any, Final, Self
 
@@ -37,6 +38,7 @@ __all__ = [
     "span",
     "trace_id",
     "use_provider",
+    "using",
     "wanted",
 ]
 
@@ -184,6 +186,19 @@ class Span:
 
 
 OFF: Final = Span("")
+
+
+@contextmanager
+def using(span: Span) -> Iterator[None]:
+    """Make a span current that ends later, by somebody else."""
+    if not span.traceparent:
+        yield
+        return
+    token = _current.set(span.traceparent)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 def span(

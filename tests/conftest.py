@@ -76,7 +76,7 @@ class Daemon:
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], _READY_SECONDS)
         line = self._process.stdout.readline().decode() if ready else ""
-        if not line.startswith("kvstore ready "):
+        if "kvstore ready " not in line:  # also as a JSON line
             self.kill()
             pytest.fail(f"the daemon said {line!r}; its log:\n{self.log.read_text()}")
         for fd in Path(f"/proc/{self.pid}/fd").iterdir():

@@ -41,6 +41,7 @@ class Load:
         slots: leased slots, one per stored block; empty: report the load as failed.
         boot_id: daemon run that the slots belong to.
         load_id: reported when it may be reported as finished before its bytes are there.
+        traceparent: of the request; "" when nobody traces it.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class Load:
     slots: NDArray[Any]
     boot_id: bytes
     load_id: int = 0
+    traceparent: str = ""
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvstore import tracing
 from kvstore.connectors.vllm.guard import guarded, log_once
 from kvstore.connectors.vllm.metadata import Load, StepMeta, WorkerInfo, WorkerReport
 from kvstore.connectors.vllm.pace import Pace
@@ -26,6 +27,7 @@ from kvstore.connectors.vllm.space import EngineShape, root_seed, space_spec
 from kvstore.connectors.vllm.stats import StatsLog
 from kvstore.connectors.vllm.store import Client, Lease, Space
 from kvstore.connectors.vllm.store_plan import StorePlan
+from kvstore.connectors.vllm.traces import begin_lookup, end_lookup
 from kvstore.connectors.vllm.tracks import ActiveLoad, Track
 from kvstore.connectors.vllm.usage import Usage
 from kvstore.connectors.vllm.views import View, Views
@@ -144,13 +146,16 @@ class SchedulerSide:
             return
         track.asked_blocks = len(keys)
         track.asked_at = self._clock()
-        track.asked = space.acquire(
-            keys,
-            deadline_s=self.settings.disk_wait_seconds,
-            prefill_tokens_per_second=self._pace.tokens_per_second,
-            request_id=track.request.request_id[:_REQUEST_ID_CHARS],
-        )
+        span = begin_lookup(track, len(keys))
+        with tracing.using(span):
+            track.asked = space.acquire(
+                keys,
+                deadline_s=self.settings.disk_wait_seconds,
+                prefill_tokens_per_second=self._pace.tokens_per_second,
+                request_id=track.request.request_id[:_REQUEST_ID_CHARS],
+            )
         self.stats.lookup(track.asked)
+        end_lookup(span, track.asked)
 
     def _may_load(self, track: Track) -> bool:
         return (
@@ -333,7 +338,7 @@ class SchedulerSide:
             tokens = active.tier_tokens.get(tier, 0) + self.engine.engine_block_tokens
             active.tier_tokens[tier] = tokens
         slots = lease.slots[first:end].copy()
-        return Load(request_id, ids, skip, slots, lease.boot_id, load_id)
+        return Load(request_id, ids, skip, slots, lease.boot_id, load_id, track.traceparent)
 
     def tier_tokens(self, request: Any) -> dict[int, int]:
         """Return the tokens of a request's load, by tier (2 host, 3 disk)."""

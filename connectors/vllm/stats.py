@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from statistics import median
 from typing import Any, Final
 
+from kvstore import tracing
 from kvstore.connectors.vllm import guard
 
 try:
@@ -164,9 +165,10 @@ class LoadTimer:
     submitting it returns, and another thread may say before that it is `done`.
     """
 
-    def __init__(self, stats: StatsLog) -> None:
-        """The load begins now."""
+    def __init__(self, stats: StatsLog, span: tracing.Span = tracing.OFF) -> None:
+        """The load begins now; its span, if it has one, ends with it."""
         self._stats = stats
+        self._span = span
         self._guard = threading.Lock()
         self._began = time.perf_counter()
         self._early: bool | None = None
@@ -175,9 +177,13 @@ class LoadTimer:
     def done(self, loaded_bytes: int) -> None:
         """It was reported, with so many bytes right."""
         with self._guard:
-            if loaded_bytes:
-                self._stats.count("loaded_bytes", loaded_bytes)
-                self._seconds = time.perf_counter() - self._began
+            self._span.set(loaded_bytes=loaded_bytes)
+            if not loaded_bytes:
+                self._span.fail("nothing could be loaded")
+                self._span.end()
+                return
+            self._stats.count("loaded_bytes", loaded_bytes)
+            self._seconds = time.perf_counter() - self._began
             self._tell()
 
     def submitted(self, *, early: bool) -> None:
@@ -197,6 +203,7 @@ class LoadTimer:
         if self._early is False and self._seconds is not None:
             self._stats.time("load", self._seconds)
             self._seconds = None
+            self._span.end()
 
 
 class KVStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]

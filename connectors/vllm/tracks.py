@@ -73,6 +73,7 @@ class Track:
         missed_at: when a miss was answered.
         table: engine blocks, kept here only for vLLM without block tables in its output.
         counted: whether it went into the usage report.
+        traceparent: of the request, or of its first lookup; "" when nobody traces it.
     """
 
     request: Any
@@ -94,6 +95,7 @@ class Track:
     missed_at: float | None = None
     table: list[int] = field(default_factory=list)
     counted: bool = False
+    traceparent: str = ""
     _packed: bytearray = field(default_factory=bytearray)
 
     def follow(self, view: View) -> None:

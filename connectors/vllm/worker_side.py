@@ -33,6 +33,7 @@ from kvstore.connectors.vllm.metadata import (
 from kvstore.connectors.vllm.space import EngineShape
 from kvstore.connectors.vllm.stats import LoadTimer, StatsLog
 from kvstore.connectors.vllm.store import Client
+from kvstore.connectors.vllm.traces import begin_load
 from kvstore.errors import KVStoreError
 
 __all__ = ["WorkerSide"]
@@ -179,7 +180,7 @@ class WorkerSide:
             self._load(load, idle=meta.idle)
 
     def _load(self, load: Load, *, idle: bool) -> None:
-        timer = LoadTimer(self.stats)
+        timer = LoadTimer(self.stats, begin_load(load))
 
         def done(right: NDArray[np.bool_]) -> None:
             loaded = int(right.sum()) * self._block_bytes

@@ -24,10 +24,10 @@ from kvstore.errors import KVStoreError
 from kvstore.memory import copy_batch
 from kvstore.syncpoint import reach
 
-__all__ = ["Copier", "CpuCopier", "Lane", "SlotRun"]
+__all__ = ["ATTACH_SECONDS", "Copier", "CpuCopier", "Lane", "SlotRun"]
 
 # How much later than the scheduler a worker may find a daemon that was restarted.
-_ATTACH_SECONDS: Final = 2.0
+ATTACH_SECONDS: Final = 2.0
 
 U64 = NDArray[np.uint64]
 
@@ -186,7 +186,7 @@ class CpuCopier:
     def _load(self, blocks: NDArray[np.int32], run: SlotRun, skip: int) -> NDArray[np.bool_]:
         right = np.zeros(len(blocks), np.bool_)
         try:
-            self._attachment.wait_run(run.boot_id, _ATTACH_SECONDS)
+            self._attachment.wait_run(run.boot_id, ATTACH_SECONDS)
             with self._attachment.using(run.slots, boot_id=run.boot_id) as held:
                 cache, stored, lengths = self._geometry.pair(
                     blocks, held.addresses(self._shard), skip, self._group_blocks

@@ -2,9 +2,9 @@
 
 Shared memory may be *pinned* for a GPU, by whoever has one (`Pins`): then the GPU copies from and to
 it at the bus's speed, without anybody waiting. Pinning holds up everybody else who launches work on
-the GPU, so slots are pinned a few megabytes at a time, with pauses. No copy may then cross from one
-slot to the next: they may lie in two registrations. Device memory is opened through CUDA IPC, one
-allocation once, however many slabs lie in it.
+the GPU, so slots are pinned range by range, as large as whoever pins wants them. No copy may then
+cross from one slot to the next: they may lie in two registrations. Device memory is opened through
+CUDA IPC, one allocation once, however many slabs lie in it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -33,19 +32,22 @@ PAGEABLE: Final = 0
 PINNED: Final = 1
 DEVICE: Final = 2
 
-# Pinned at once: 0.7 ms.
+# Ranges that are pinned at once are whole multiples of about this.
 _PIN_BYTES: Final = 16 * MIB
 
 
 class Pins(Protocol):
-    """Whoever pins memory for a GPU. Called from any thread, never twice at once for a slab."""
+    """Whoever pins memory for a GPU. Called from any thread, for one slab by one at a time."""
 
     @property
-    def duty(self) -> float:
-        """Share of the time that pinning may take from whoever launches work on the GPU."""
+    def range_bytes(self) -> int:
+        """How much to pin in one call, about."""
 
     def pin(self, address: int, length: int) -> bool:
-        """Pin a range; return whether it is pinned. Must not raise."""
+        """Pin a range, and rest if somebody needs the GPU; return whether it is pinned.
+
+        Must not raise.
+        """
 
     def unpin(self, address: int) -> None:
         """Undo `pin`: the memory is about to be unmapped. Must not raise."""
@@ -79,6 +81,7 @@ class MappedSlab:
     device_uuid: str = ""
     pinned_slots: int = 0
     _pinned: list[tuple[Pins, int]] = field(default_factory=list)
+    _pinning: threading.Lock = field(default_factory=threading.Lock)
 
     def reach(self, index: NDArray[np.uint32]) -> NDArray[np.uint8]:
         """Return how a GPU gets at slots: `PAGEABLE`, `PINNED` or `DEVICE`; shape (n,)."""
@@ -86,25 +89,20 @@ class MappedSlab:
             return np.full(len(index), DEVICE, np.uint8)
         return np.where(index < self.pinned_slots, PINNED, PAGEABLE).astype(np.uint8)
 
-    def pin(self, pins: Pins, pause: Callable[[float], None] = time.sleep) -> None:
-        """Pin its slots, unless it is pinned already or on a device. One thread at a time.
-
-        Args:
-            pins: pins them.
-            pause: waits some seconds.
-        """
+    def pin(self, pins: Pins) -> None:
+        """Pin its slots, unless it is pinned already or on a device."""
         # Ranges begin and end between slots and between pages.
         whole = PAGE_BYTES // math.gcd(PAGE_BYTES, self.slot_bytes)
         step = max(1, _PIN_BYTES // (whole * self.slot_bytes)) * whole
-        while not self.device_uuid and self.pinned_slots < self.slots:
-            count = min(step, self.slots - self.pinned_slots)
-            address = self.data_address + self.pinned_slots * self.slot_bytes
-            began = time.monotonic()
-            if not pins.pin(address, count * self.slot_bytes):
-                return
-            self._pinned.append((pins, address))
-            self.pinned_slots += count
-            pause((time.monotonic() - began) * (1 / pins.duty - 1))
+        with self._pinning:
+            while not self.device_uuid and self.pinned_slots < self.slots:
+                steps = max(1, pins.range_bytes // (step * self.slot_bytes))
+                count = min(steps * step, self.slots - self.pinned_slots)
+                address = self.data_address + self.pinned_slots * self.slot_bytes
+                if not pins.pin(address, count * self.slot_bytes):
+                    return
+                self._pinned.append((pins, address))
+                self.pinned_slots += count
 
     def close(self) -> bool:
         """Unpin and unmap; return False when views keep it mapped."""

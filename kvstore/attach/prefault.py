@@ -25,7 +25,11 @@ _DUTY: Final = 0.5
 
 
 class Prefaulter:
-    """A thread that fills slabs one by one."""
+    """A thread that fills slabs one by one; several where somebody waits for them.
+
+    Attributes:
+        threads: at most so many.
+    """
 
     def __init__(self, fill: Callable[[int, int], bool]) -> None:
         """Start nothing yet.
@@ -39,7 +43,8 @@ class Prefaulter:
         self._seen: set[tuple[int, int]] = set()
         self._bytes = 0
         self._ended = False
-        self._thread: threading.Thread | None = None
+        self._running = 0
+        self.threads = 1
 
     def announced(self, group: int, shard: int, length: int) -> None:
         """Fill a new slab unless much is filled already. The caller serialises calls."""
@@ -53,9 +58,9 @@ class Prefaulter:
         self._seen.add((group, shard))
         self._bytes += length
         self._waiting.put((group, shard))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvstore-prefault", daemon=True)
-            self._thread.start()
+        if self._running < min(self.threads, len(self._seen)):
+            self._running += 1
+            threading.Thread(target=self._run, name="kvstore-prefault", daemon=True).start()
 
     def again(self, group: int, shard: int, length: int) -> None:
         """Fill a slab, also one that was filled before. The caller serialises calls."""
@@ -67,7 +72,8 @@ class Prefaulter:
     def end(self) -> None:
         """Fill nothing more. Idempotent."""
         self._ended = True
-        self._waiting.put(None)
+        for _ in range(self._running):
+            self._waiting.put(None)
 
     def _run(self) -> None:
         while (place := self._waiting.get()) is not None and not self._ended:

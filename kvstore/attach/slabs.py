@@ -5,8 +5,8 @@ a group, and ending the whole table, stop new copies at once and leave the unmap
 finishes the last one, so that nobody waits. Unmapping (and unpinning, which takes milliseconds)
 happens outside the lock: nobody can map a group again whose announcement is gone.
 
-With `pin_with`, a background thread pins every host slab from its announcement on, and opens GPU
-slabs before somebody needs them.
+With `pin_with`, background threads pin every host slab from its announcement on, and open GPU slabs
+before somebody needs them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _log: Final = logging.getLogger(__name__)
 
 # Announcements travel on another stream than grants and leases and may come a little later.
 _ANNOUNCEMENT_SECONDS: Final = 1.0
+# An engine that starts beside a daemon with a full pool is asked for it seconds later.
+_PINNING_THREADS: Final = 4
 
 
 class SlabTable:
@@ -73,6 +75,7 @@ class SlabTable:
         """Pin all slabs, those announced already too, in the background."""
         with self._changed:
             self._pins = pins
+            self._prefaulter.threads = _PINNING_THREADS
             for (group, shard), slab in self._announced.items():
                 self._prefaulter.again(group, shard, slab.length)
 
@@ -202,10 +205,11 @@ class SlabTable:
             return False
         try:
             slab = self.slab(group, shard)
+            if not slab.device_uuid:
+                # Before pinning too: who pins holds up the GPU, who fills page tables does not.
+                slab.mapping.populate()
             if pins is not None:
                 slab.pin(pins)
-            elif not slab.device_uuid:
-                slab.mapping.populate()
         except (AttachmentLost, OSError) as error:
             _log.debug("slab %d of shard %d: %s", group, shard, error)
         finally:

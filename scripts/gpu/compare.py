@@ -10,6 +10,7 @@ Parts, each with a limit of time; what is known is written to the result after e
            latency. restart: a new engine beside the same daemon; a new daemon, from disk; peers
            after the same
 - correct  greedy tokens against the engine's own prefix cache; aborts and preemptions; leaks
+- storm    whose doing it is when tokens differ: every block's bytes and every copy checked
 - memory   GPU memory after exits in order and by SIGKILL
 
 A warm round counts only when the engine has said that its own cache was reset, and found at least
@@ -35,6 +36,7 @@ from typing import Any
 from correct import part_correct, part_memory
 from fleet import Fleet, Result, Run, daemon_account, hosts, mode_of, spread, warm_row
 from modes import LLAMA_8B, Host, write_config
+from storm import part_storm
 
 from kvstore.cli.child import ChildError, interruptible
 from kvstore.client import Client
@@ -43,7 +45,7 @@ _ROUNDS = 3
 # Stores that are under way when a request ends are given so long.
 _SETTLE_S = 2.0
 _DECODE_TURNS = 5
-_AWAIT_S = 90.0
+_AWAIT_S = 240.0
 _RESTARTED = 4  # prompts after a restart: files of that size are all that a peer must write
 # Blocks in memory, the first four side by side; then those whose point is what survives.
 _MEMORY = ("none", "pegaflow", "ours", "ours_pool", "native", "lmcache")
@@ -82,8 +84,9 @@ def part_vllm(run: Run) -> None:
             _ttft(run, fleet, [*started, *kept])
             fleet.stop([name for name in fleet.names if name != "ours"])
             if "ours" in fleet.names:
-                with run.step("cost"):
-                    _cost(run, fleet)
+                if arguments.turns:
+                    with run.step("cost"):
+                        _cost(run, fleet)
                 # The last prompts stored are those that the next engine is asked for.
                 count, tokens = arguments.count, arguments.tokens
                 fleet.each(lambda name: fleet.ask(name, "ttft", seed=7, count=count, tokens=tokens))
@@ -125,13 +128,15 @@ def _ttft(run: Run, fleet: Fleet, started: Sequence[Host]) -> None:
         run.put("ttft", name, rows[name])
 
     def cold(name: str) -> None:
-        fleet.ask(name, "ttft", seed=99, count=2, tokens=tokens)
+        # The first of a new engine, and on a new pool.
+        first = fleet.ask(name, "ttft", seed=99, count=2, tokens=tokens)
+        note(name, "cold_first_ms", [round(value, 1) for value in first["ms"]])
         together = fleet.ask(name, "together", seed=8, count=count, tokens=tokens)
         note(name, "cold_together_ms", round(together["ms"], 1))
         answer = fleet.ask(name, "ttft", seed=7, count=count, tokens=tokens)
         note(name, "cold", spread(answer["ms"]))
         note(name, "cold_cached", answer["cached"])
-        run.say(f"{name}: cold p50 {rows[name]['cold']['p50']} ms")
+        run.say(f"{name}: cold {first['ms']}, {together['ms']} together, {rows[name]['cold']}")
         _flush(by_name[name])
 
     def warm(turn: int) -> Callable[[str], None]:
@@ -299,6 +304,7 @@ def _drop_cache(path: Path) -> None:
 PARTS: dict[str, Callable[[Run], None]] = {
     "vllm": part_vllm,
     "correct": part_correct,
+    "storm": part_storm,
     "memory": part_memory,
 }
 
@@ -318,7 +324,7 @@ def main() -> int:
     parser.add_argument("--answer-s", type=float, default=120, help="an engine's longest answer")
     parser.add_argument("--tokens", type=int, default=10_000)
     parser.add_argument("--count", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=20, help="of the cost part, each way")
+    parser.add_argument("--turns", type=int, default=20, help="of the cost part; 0: none")
     parser.add_argument("--storm", type=int, default=200, help="requests of the storm")
     parser.add_argument("--pool-gib", type=float, default=24)
     parser.add_argument("--gpu-pool-gib", type=float, default=12)

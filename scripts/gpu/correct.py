@@ -8,6 +8,7 @@ from typing import Any
 
 from fleet import Fleet, Result, Run, daemon_account, hosts, mode_of
 from modes import SMALL, Mode, gpu_used_mib, random_model
+from storm import compared
 
 from kvstore.cli.plain import plain
 from kvstore.client import Client
@@ -15,27 +16,6 @@ from kvstore.space import SpaceSpec
 
 # Stores and commits that are under way are given so long.
 _SETTLE_S = 2.0
-
-
-def _compared(one: Result, other: Result) -> Result:
-    """Compare the requests that two storms finished, and say where tokens begin to differ."""
-    both = [index for index in one["tokens"] if index in other["tokens"]]
-    pairs = {index: (one["tokens"][index], other["tokens"][index]) for index in both}
-    whole = {index: pair for index, pair in pairs.items() if len(pair[0]) == len(pair[1])}
-    different = [
-        {
-            "request": index,
-            "first_token": next(at for at, (a, b) in enumerate(zip(*pair, strict=True)) if a != b),
-            "cached": [answer["cached_by_request"].get(index) for answer in (one, other)],
-        }
-        for index, pair in whole.items()
-        if pair[0] != pair[1]
-    ]
-    return {
-        "compared": len(whole),
-        "equal": len(whole) - len(different),
-        "different": different,
-    }
 
 
 def part_correct(run: Run) -> None:
@@ -116,8 +96,8 @@ def part_correct(run: Run) -> None:
             "storm",
             {
                 "requests": arguments.storm,
-                **_compared(calm, wild),
-                "control": _compared(calm, control),
+                **compared(calm, wild),
+                "control": compared(calm, control),
                 **{
                     f"{name}_{key}": answer.get(key)
                     for name, answer in (("none", calm), ("ours", wild), ("control", control))

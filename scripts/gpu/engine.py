@@ -10,6 +10,7 @@ returns the token.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -143,6 +144,27 @@ class Engine:
         set_enabled(self._llm, on)
         return {"on": on}
 
+    def _storm_prompts(self, seed: int, count: int, bases: int, longest: int) -> list[list[int]]:
+        draw = random.Random(seed)
+        roots = self._prompts(seed, bases, longest)
+        return [
+            draw.choice(roots)[: draw.randrange(longest // 8, longest)]
+            + self._prompts(draw.randrange(1 << 30), 1, draw.randrange(8, 200))[0]
+            for _ in range(count)
+        ]
+
+    def do_alone(
+        self, seed: int, count: int, bases: int, longest: int, max_tokens: int, which: list[int]
+    ) -> dict[str, Any]:
+        """Some requests of a storm, one after the other, each without anything cached."""
+        prompts = self._storm_prompts(seed, count, bases, longest)
+        tokens = {}
+        for index in which:
+            self._llm.reset_prefix_cache()
+            (one,) = self._run([prompts[index]], max_tokens).values()
+            tokens[str(index)] = one["tokens"]
+        return {"tokens": tokens}
+
     def do_storm(
         self,
         seed: int,
@@ -152,6 +174,7 @@ class Engine:
         max_tokens: int,
         abort: float,
         pace: int,
+        preempt: float = 0.0,
     ) -> dict[str, Any]:
         """Requests that share prefixes, arriving and being aborted at random.
 
@@ -163,15 +186,13 @@ class Engine:
             longest: tokens of the longest prefix.
             max_tokens: to generate for each.
             abort: chance of each to be aborted.
+            preempt: chance of each step that all running requests are preempted after it, and
+                the engine's own cache emptied.
         """
-        draw = random.Random(seed)
-        roots = self._prompts(seed, bases, longest)
-        prompts = [
-            draw.choice(roots)[: draw.randrange(longest // 8, longest)]
-            + self._prompts(draw.randrange(1 << 30), 1, draw.randrange(8, 200))[0]
-            for _ in range(count)
-        ]
+        prompts = self._storm_prompts(seed, count, bases, longest)
         draw = random.Random(pace)
+        # A stream of its own: other storms arrive as they did without it.
+        threat = random.Random(pace + 1)
         todo = [(prompt, draw.random() < abort, draw.randrange(1, 12)) for prompt in prompts]
         before = self._counters()
         names: dict[str, int] = {}
@@ -189,8 +210,8 @@ class Engine:
                         doomed[name] = after
                     at += 1
             for output in self._engine.step():
-                if output.finished:
-                    index = names[output.request_id]
+                index = names.get(output.request_id)
+                if output.finished and index is not None:
                     tokens[index] = list(output.outputs[0].token_ids)
                     cached[index] = output.num_cached_tokens or 0
                     doomed.pop(output.request_id, None)
@@ -200,6 +221,11 @@ class Engine:
                 self._engine.abort_request([name])
                 aborted += 1
             doomed = {name: left - 1 for name, left in doomed.items()}
+            if threat.random() < preempt:
+                # They are preempted all the same where the cache cannot be emptied, because
+                # requests wait for a load.
+                with contextlib.suppress(Exception):
+                    self._llm.reset_prefix_cache(reset_running_requests=True)
         after_all = self._counters()
         return {
             "tokens": {str(index): found for index, found in sorted(tokens.items())},

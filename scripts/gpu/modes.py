@@ -63,6 +63,7 @@ class Mode:
         serve: further options of our daemon; only for ours.
         extra: further connector settings; only for ours.
         files: where a peer may keep files.
+        checked: whether `checked` watches; only for ours.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Mode:
     serve: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     files: Path = Path("/nonexistent")
+    checked: bool = False
 
 
 class Host:
@@ -89,6 +91,11 @@ class Host:
             command = [sys.executable, "-m", "pegaflow._server", "--devices", "0"]
             command += ["--pool-size", f"{pool_bytes // _GIB}gb"]
             self._server = Child("pegaflow", command, self.directory / "server.log")
+
+    @property
+    def account(self) -> Path:
+        """Where `checked` writes what it has found."""
+        return self.directory / "checked.json"
 
     def start_daemon(self) -> None:
         """Start our daemon, on what an earlier one has left."""
@@ -124,9 +131,12 @@ class Host:
             case _:
                 assert self.daemon is not None
                 extra = {"target": self.daemon.address, **self.mode.extra}
+                name, module = "KVStoreConnector", "kvstore.connectors.vllm"
+                if self.mode.checked:
+                    name, module = "CheckedConnector", "checked"
                 return {
-                    "kv_connector": "KVStoreConnector",
-                    "kv_connector_module_path": "kvstore.connectors.vllm",
+                    "kv_connector": name,
+                    "kv_connector_module_path": module,
                     "kv_load_failure_policy": "recompute",
                     "kv_connector_extra_config": extra,
                     **both,
@@ -141,6 +151,10 @@ class Host:
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
+        if self.mode.checked:
+            common["KVSTORE_CHECKED"] = str(self.account)
+            paths = [str(ENGINE.parent), os.environ.get("PYTHONPATH", "")]
+            common["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         if self.mode.connector.startswith("lmcache"):
             common |= {
                 "LMCACHE_CHUNK_SIZE": "256",

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-
-_SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "gpu"
-
-
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return a function that imports a script as its neighbours do."""
-    monkeypatch.syspath_prepend(str(_SCRIPTS))
-    known = set(sys.modules)
-
-    def load(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    yield load
-    for name in set(sys.modules) - known:
-        if name in {"compare", "correct", "fleet", "modes", "verdict"}:
-            del sys.modules[name]
 
 
 def test_a_warm_round_counts_only_when_the_tokens_came_from_outside(scripts: Any) -> None:
@@ -119,15 +99,18 @@ def test_a_whole_comparison_with_stand_in_engines(
     """Every part writes what the verdict reads; daemons are real, engines are not."""
     compare, modes, correct = scripts("compare"), scripts("modes"), scripts("correct")
     monkeypatch.setattr(modes, "ENGINE", Path(__file__).with_name("fake_engine.py"))
-    for module in (compare, correct):
+    storm = scripts("storm")
+    for module in (compare, correct, storm):
         monkeypatch.setattr(module, "_SETTLE_S", 0.0)
-    monkeypatch.setattr(correct, "random_model", modes.write_config)
+    for module in (correct, storm):
+        monkeypatch.setattr(module, "random_model", modes.write_config)
     with tempfile.TemporaryDirectory(prefix="kvb-") as name:
         scratch = Path(name)
         out = scratch / "result.json"
         arguments = [
             *("--out", str(out), "--disk", str(scratch / "disk"), "--count", "3"),
-            *("--part", "vllm", "--part", "correct", "--mode", "none", "--mode", "ours"),
+            *("--part", "vllm", "--part", "correct", "--part", "storm"),
+            *("--mode", "none", "--mode", "ours"),
             *("--turns", "2", "--tokens", "1000", "--pool-gib", "0.1", "--capacity", "64MiB"),
         ]
         monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
@@ -141,6 +124,11 @@ def test_a_whole_comparison_with_stand_in_engines(
     assert parts["cost"]["ours"]["itl_mean_ratio"] == 1.1
     # The stand-in of a new engine knows nothing: the row says so.
     assert "invalid" in parts["restart"]["ours"]["new_engine"]
+    usual = parts["storm"]["usual"]
+    # The stand-in answers every storm alike; one request more than none is finished by nobody.
+    assert usual["pairs"]["none / ours"] == {"compared": 2, "equal": 2, "different": []}
+    assert set(usual["runs"]) == {"none", "none, another order", "watch", "ours", "checked"}
+    assert usual["leases"] == {"watch": 0, "ours": 0, "checked": 0}
     rows = {what: within for what, _, _, within in scripts("verdict").rows(result)}
     assert rows["warm TTFT beyond its own GPU hit, ms"] is True
     assert rows["inter-token latency, cache on over off"] is False

@@ -37,6 +37,8 @@ class World:
     reach: int = PINNED
     boot_id: bytes = BOOT
     alive: bool = True
+    found_late: bool = False
+    waits: int = 0
     users: int = 0
     inbound_blocks: int = 1 << 20
     room: int = 1 << 40
@@ -82,6 +84,12 @@ class World:
             raise AttachmentLost("another run")
         self.users += 1
         return Held(self, slots)
+
+    def wait_run(self, boot_id: bytes, timeout_s: float) -> bool:
+        self.waits += 1
+        if self.found_late:
+            self.boot_id, self.alive = boot_id, True
+        return self.alive and self.boot_id == boot_id
 
     def compute(self, blocks: list[int], value: int) -> None:
         """A step that fills blocks; each gets bytes of its own."""
@@ -376,6 +384,28 @@ def test_a_daemon_that_is_gone_fails_loads(make: Make) -> None:
     world.boot_id = b"another"
     assert not world.load([1, 2, 3, 4], 0).wait().any()
     assert world.store([1, 2, 3, 4], 0).wait() is False
+
+
+@ways
+@reaches
+def test_a_load_waits_for_a_restarted_daemon_while_the_engine_goes_on(
+    make: Make, route: Route, reach: int
+) -> None:
+    """The scheduler found the new run first; blocks may still be written by an earlier step."""
+    world = make(route, 3, reach=reach)
+    for slot in range(2):
+        world.fill(slot, slot)
+    world.boot_id, world.alive, world.found_late = b"earlier", False, True
+    blocks = list(range(8, 16))
+    world.compute(blocks, 77)
+    result = world.load(blocks, 0, 1, idle=True)
+    assert result.early is False
+    assert result.wait().all()
+    assert world.waits == 1
+    found = world.seen(blocks)
+    world.cuda.drain()
+    for i, got in enumerate(found):
+        assert (got == pattern(*divmod(i, GROUP_BLOCKS))).all(), i
 
 
 @ways

@@ -178,6 +178,34 @@ def test_a_slab_that_cannot_be_pinned_is_used_unpinned_and_counted(
     assert world.pins.failed == failures["pin"] == min(failing, 2)
 
 
+def test_ranges_are_large_until_the_engine_serves_and_then_small_with_rests() -> None:
+    runtime, rests = Runtime(), list[float]()
+    pins = SlabPins(runtime, 3, rests.append)
+    memory = np.zeros(2 * SLOT, np.uint8)
+    address = int(memory.ctypes.data)
+    before = pins.range_bytes
+    assert pins.pin(address, SLOT)
+    assert not rests
+    pins.serving()
+    assert pins.range_bytes < before
+    assert pins.pin(address + SLOT, SLOT)
+    assert len(rests) == 1
+    assert pins.pinned_bytes == 2 * SLOT
+
+
+def test_many_slabs_are_pinned_once_each_although_several_threads_pin(
+    world: World, until: Until
+) -> None:
+    for group in range(1, 17):
+        world.host(group)
+    # Those announced before come once more, some while they are being filled.
+    world.table.pin_with(world.pins)
+    until(lambda: world.pins.pinned_bytes == 16 * SLOT * SLOTS)
+    assert len(world.runtime.registered) == 16
+    assert not failures["pin"]
+    assert all(world.reach(group) == PINNED for group in range(1, 17))
+
+
 def test_gpu_slabs_lie_at_their_offset_in_an_allocation_that_is_opened_once(world: World) -> None:
     world.gpu(1, 4 * SLOT)
     world.gpu(2, 12 * SLOT)

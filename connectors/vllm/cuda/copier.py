@@ -4,7 +4,7 @@ The engine's thread calls `load`, `store` and `reuse`; a copy is submitted in th
 is on its way already that submitting would block: then a load is submitted when one before it has
 ended. Threads wait for copies to end, in the order of submission: one for loads from host slots, one
 for loads within the GPU's memory, one for stores; a fourth one submits copies that the CPU must help
-with.
+with, a fifth one waits for a daemon that was restarted.
 
 A load may be reported before its bytes are there (`landed` is given, the engine has nothing else to
 do, and little else is on its way): the compute stream then waits for it on the GPU, so the next
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.attach.mapped import DEVICE, PAGEABLE
-from kvstore.connectors.vllm.copier import Lane, SlotRun
+from kvstore.connectors.vllm.copier import ATTACH_SECONDS, Lane, SlotRun
 from kvstore.connectors.vllm.cuda.pipe import Mover, Pipe, Runtime
 from kvstore.connectors.vllm.cuda.routes import Job, Route, job_of, route_of
 from kvstore.connectors.vllm.geometry import Geometry
@@ -149,6 +149,7 @@ class CudaCopier:
             to_cache: make_pipe(to_cache=to_cache, bounce=True) for to_cache in (True, False)
         }
         self._slow_lane: Final = Lane("kvstore-bounce", self._use_device)
+        self._late_loads: Final = Lane("kvstore-late", self._use_device)
         self._events: queue.SimpleQueue[int] = queue.SimpleQueue()
         # Which store reads a block, by number; the engine's thread alone writes it.
         self._reader = np.zeros(geometry.blocks, np.int64)
@@ -189,6 +190,9 @@ class CudaCopier:
         """See `Copier.load`."""
         self._serving()
         nothing = np.zeros(len(blocks), np.bool_)
+        if not self._granted(run):
+            self._load_late(blocks, run, skip, done)
+            return False
         flight: _Flight | None = None
         pipe, lane = self._in, self._loads
         try:
@@ -224,6 +228,36 @@ class CudaCopier:
         places = (skip + np.arange(len(blocks))) // self._group_blocks
         lane.submit(lambda: self._loaded(pipe, flight, run, places, done, landed))
         return landed is not None
+
+    def _load_late(
+        self,
+        blocks: NDArray[np.int32],
+        run: SlotRun,
+        skip: int,
+        done: Callable[[NDArray[np.bool_]], None],
+    ) -> None:
+        """Load from a daemon that another process of the engine has found a moment before."""
+        begun = self._begun()
+
+        def load() -> None:
+            self._attachment.wait_run(run.boot_id, ATTACH_SECONDS)
+            flight: _Flight | None = None
+            try:
+                flight = self._board(run, begun)
+                job = self._job(flight, blocks, run, skip)
+            except Exception as error:  # noqa: BLE001 - the thread's boundary: fail this load
+                _tell("load", error)
+                if flight is None:
+                    self._events.put(begun)
+                else:
+                    self._leave(flight)
+                done(np.zeros(len(blocks), np.bool_))
+                return
+            self._submit_slowly(flight, job, to_cache=True)
+            places = (skip + np.arange(len(blocks))) // self._group_blocks
+            self._loads.submit(lambda: self._loaded(self._in, flight, run, places, done, None))
+
+        self._late_loads.submit(load)
 
     def _submit_queued(self) -> None:
         """Submit loads in their order, as many as the GPU's queues take without blocking."""
@@ -377,16 +411,25 @@ class CudaCopier:
 
     # Both.
 
-    def _board(self, run: SlotRun) -> _Flight:
-        """Keep the slots mapped, and remember what the compute stream has to do before."""
+    def _begun(self) -> int:
+        """Remember what the compute stream has to do before."""
+        begun = self._event()
+        self._device.event_record(begun, self._device.compute_stream())
+        return begun
+
+    def _board(self, run: SlotRun, begun: int = 0) -> _Flight:
+        """Keep the slots mapped, and remember what the compute stream has to do before.
+
+        Args:
+            run: the slots.
+            begun: what it had to do when the copy was asked for, if that was before.
+        """
         held = self._attachment.using(run.slots, boot_id=run.boot_id, writer_id=run.writer_id)
         try:
-            flight = _Flight(held, self._event(), 0, self._event())
-            self._device.event_record(flight.begun, self._device.compute_stream())
+            return _Flight(held, begun or self._begun(), 0, self._event())
         except BaseException:
             held.done()
             raise
-        return flight
 
     def _job(self, flight: _Flight, blocks: NDArray[np.int32], run: SlotRun, skip: int) -> Job:
         addresses, reach = flight.held.places(self._shard)
@@ -449,7 +492,8 @@ class CudaCopier:
         if self._closed:
             return
         self._closed = True
-        for lane in (self._slow_lane, self._near_loads, self._loads, self._stores):
+        lanes = (self._late_loads, self._slow_lane, self._near_loads, self._loads, self._stores)
+        for lane in lanes:
             lane.close()
         for pipe in (self._in, self._near, self._out, *self._slow.values()):
             pipe.close()

@@ -157,6 +157,9 @@ class Attachment(Protocol):
     def wait_active(self, timeout_s: float) -> bool:
         """Wait until attached; return whether it is."""
 
+    def wait_filled(self, timeout_s: float) -> bool:
+        """Wait until the slabs announced so far are pinned; return whether they are."""
+
     @property
     def streams_only(self) -> bool:
         """Whether it is known that the pool cannot be mapped from this process."""

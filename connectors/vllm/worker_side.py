@@ -40,6 +40,9 @@ __all__ = ["WorkerSide"]
 
 # At start-up the daemon answers in milliseconds, or is not there.
 _ATTACH_SECONDS: Final = 1.0
+# Pinning takes a second for 15 GiB. It has begun when the KV cache was registered, so an engine that
+# has warmed up since hardly waits.
+_PIN_SECONDS: Final = 10.0
 
 
 class WorkerSide:
@@ -138,12 +141,24 @@ class WorkerSide:
         log_once(logging.WARNING, "not used: %s", why)
 
     def introduce(self) -> WorkerInfo:
-        """Return what the scheduler's half must know. Waits a moment to be attached."""
+        """Return what the scheduler's half must know.
+
+        Waits a moment to be attached, and on a GPU for memory to be pinned: the engine is about to
+        serve, and its first requests are to load as fast as later ones.
+        """
         info = self._info
         if not info.refusal:
-            self._client.attachment.wait_active(_ATTACH_SECONDS)
+            attachment = self._client.attachment
+            if attachment.wait_active(_ATTACH_SECONDS) and info.device_uuid:
+                self._wait_for_pins()
             self._notice()
         return replace(info)
+
+    def _wait_for_pins(self) -> None:
+        began = time.monotonic()
+        if not self._client.attachment.wait_filled(_PIN_SECONDS):
+            log_once(logging.WARNING, "memory is still being pinned: the first loads are slower")
+        log_once(logging.INFO, "waited %.1f s for pinned memory", time.monotonic() - began)
 
     def _notice(self) -> bool:
         """Take note of this process's attachment; return whether it is another one."""

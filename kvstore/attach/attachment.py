@@ -271,6 +271,15 @@ class Attachment(Calls):
             if current is not None and pins is not None:
                 current.slabs.pin_with(pins)
 
+    def wait_filled(self, timeout_s: float) -> bool:
+        """Wait until the slabs announced so far are pinned, or their page tables filled.
+
+        Returns:
+            True then; False when the time is up, or there is no attachment.
+        """
+        current = self._current
+        return current is not None and current.slabs.wait_filled(timeout_s)
+
     def on_grant_revoked(self, callback: Callable[[int, int], None]) -> None:
         """Call `callback(owner_id, grant_id)` when a grant's owner is gone.
 

@@ -44,6 +44,8 @@ class Prefaulter:
         self._bytes = 0
         self._ended = False
         self._running = 0
+        self._changed = threading.Condition()
+        self._open = 0
         self.threads = 1
 
     def announced(self, group: int, shard: int, length: int) -> None:
@@ -57,6 +59,8 @@ class Prefaulter:
             return
         self._seen.add((group, shard))
         self._bytes += length
+        with self._changed:
+            self._open += 1
         self._waiting.put((group, shard))
         if self._running < min(self.threads, len(self._seen)):
             self._running += 1
@@ -71,12 +75,23 @@ class Prefaulter:
 
     def end(self) -> None:
         """Fill nothing more. Idempotent."""
-        self._ended = True
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
         for _ in range(self._running):
             self._waiting.put(None)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until nothing is left to fill; return whether that is so. Any thread."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._ended or not self._open, timeout_s)
 
     def _run(self) -> None:
         while (place := self._waiting.get()) is not None and not self._ended:
             began = time.monotonic()
-            if self._fill(*place):
+            rest = self._fill(*place)
+            with self._changed:
+                self._open -= 1
+                self._changed.notify_all()
+            if rest:
                 time.sleep((time.monotonic() - began) * (1 / _DUTY - 1))

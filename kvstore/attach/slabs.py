@@ -79,6 +79,10 @@ class SlabTable:
             for (group, shard), slab in self._announced.items():
                 self._prefaulter.again(group, shard, slab.length)
 
+    def wait_filled(self, timeout_s: float) -> bool:
+        """Wait until what is announced is filled, or pinned; return whether that is so."""
+        return self._prefaulter.wait(timeout_s)
+
     def retire(self, groups: Iterable[int]) -> None:
         """Let no new copy begin on these groups; unmap and acknowledge each when it is idle."""
         with self._changed:

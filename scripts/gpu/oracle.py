@@ -5,6 +5,10 @@ end), whoever computed them, in whatever batch. So the bytes that a key was seen
 the KV cache's own device, and every block that a step has used is compared with those of its key: a
 copy to the wrong block, of the wrong bytes, too early or too late shows in the step that uses it.
 
+No kernels are that invariant (vLLM's attention rounds differently where a prefix was cached), so there may
+be several versions of a key's bytes. Then a block that was loaded must still hold one of the
+versions that this engine has computed: `foreign` counts those that do not.
+
 Comparisons are queued on the stream that the engine computes on, so they see what the step saw; a
 thread reads what they came to.
 """
@@ -16,7 +20,7 @@ import queue
 import threading
 import traceback
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +61,9 @@ class Account:
         blocks: per way of making, "first:this": different (key, block) pairs compared.
         differing: likewise, those that differed.
         roots: likewise, those that differed though all blocks before them were equal.
+        versions: of keys' bytes that were computed, beyond the first.
+        loaded: different (key, version, block) that were loaded.
+        foreign: those among them whose version was never computed here.
         examples: the first of them.
         copies: what `checked` found about single copies.
         problem: why no more was looked at; "" while all is well.
@@ -68,6 +75,9 @@ class Account:
     blocks: Counter[str] = field(default_factory=Counter)
     differing: Counter[str] = field(default_factory=Counter)
     roots: Counter[str] = field(default_factory=Counter)
+    versions: int = 0
+    loaded: int = 0
+    foreign: int = 0
     examples: list[dict[str, Any]] = field(default_factory=list)
     copies: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
@@ -90,6 +100,14 @@ class Oracle:
         self._rows: dict[bytes, int] = {}
         self._about: list[Used] = []
         self._said: set[tuple[int, bytes, str]] = set()
+        # Checksums of the versions of each key that were computed, and what was loaded.
+        self._computed: dict[bytes, set[int]] = {}
+        self._loaded: set[tuple[bytes, int, int]] = set()
+        draw = torch.Generator().manual_seed(1)
+        self._weights = [
+            torch.randint(1, 1 << 40, (part.shape[1],), generator=draw).to(part.device)
+            for part in segments
+        ]
         self._out = out
         self.account = Account()
         self.guard = threading.Lock()
@@ -109,33 +127,35 @@ class Oracle:
             blocks = self._index([one.block for one in fresh.values()])
             for first, part in zip(self._first, self._segments, strict=True):
                 first.index_copy_(0, rows, part.index_select(0, blocks))
-        known = [one for one in used if one.key in self._rows and fresh.get(one.key) is not one]
+        known = [one for one in used if one.key in self._rows]
         found = [self._compare(known[at : at + _PIECE]) for at in range(0, len(known), _PIECE)]
         if not found:
-            self._results.put((step, [], None, None, None))
             return
-        counts = torch.cat([one for one, _ in found], 1).to("cpu", non_blocking=True)
-        largest = torch.cat([one for _, one in found], 1).to("cpu", non_blocking=True)
+        whole = [
+            torch.cat(parts, -1).to("cpu", non_blocking=True) for parts in zip(*found, strict=True)
+        ]
         event = None
         if self._segments[0].is_cuda:
             event = torch.cuda.Event(blocking=True)
             event.record()
-        self._results.put((step, known, counts, largest, event))
+        self._results.put((step, known, whole, event))
 
     def _index(self, numbers: list[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64).to(self._segments[0].device)
 
-    def _compare(self, used: list[Used]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return per segment and block: values that differ, and by how much at most."""
+    def _compare(self, used: list[Used]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return per segment and block: values that differ, by how much at most; and checksums."""
         rows = self._index([self._rows[one.key] for one in used])
         blocks = self._index([one.block for one in used])
         counts, largest = [], []
-        for first, part in zip(self._first, self._segments, strict=True):
+        checksums = torch.zeros(len(used), dtype=torch.int64, device=blocks.device)
+        for first, part, weights in zip(self._first, self._segments, self._weights, strict=True):
             this, that = part.index_select(0, blocks), first.index_select(0, rows)
             whole = torch.int16 if this.element_size() == 2 else torch.int32
             counts.append((this.view(whole) != that.view(whole)).sum(1))
             largest.append((this.float() - that.float()).abs().amax(1))
-        return torch.stack(counts), torch.stack(largest)
+            checksums = 3 * checksums + (this.view(whole) * weights).sum(1)
+        return torch.stack(counts), torch.stack(largest), checksums
 
     def _read(self) -> None:
         try:
@@ -147,14 +167,14 @@ class Oracle:
 
     def _read_all(self) -> None:
         while (item := self._results.get()) is not None:
-            step, used, counts, largest, event = item
+            step, used, (counts, largest, checksums), event = item
             if event is not None:
                 event.synchronize()
             with self.guard:
                 self.account.steps += 1
                 self.account.distinct = len(self._rows)
-                if used:
-                    self._take_in(step, used, counts.numpy(), largest.numpy())
+                self._take_in(step, used, counts.numpy(), largest.numpy())
+                self._take_versions(used, checksums.tolist())
             if self._results.empty():
                 self.save()
 
@@ -168,10 +188,10 @@ class Oracle:
             if differs:
                 wrong.add(one.request)
             known = (one.block, one.key, one.made)
-            if known in self._said:
+            before = self._about[self._rows[one.key]]
+            if known in self._said or before is one:
                 continue
             self._said.add(known)
-            before = self._about[self._rows[one.key]]
             pair = f"{before.made}:{one.made}"
             account.blocks[pair] += 1
             if not differs:
@@ -193,6 +213,23 @@ class Oracle:
                         "largest_difference": [round(float(x), 5) for x in largest[:, at]],
                     }
                 )
+
+    def _take_versions(self, used: list[Used], checksums: list[int]) -> None:
+        """Learn what was computed; see that what was loaded is among it."""
+        account = self.account
+        for one, checksum in zip(used, checksums, strict=True):
+            versions = self._computed.setdefault(one.key, set())
+            if "L" not in one.made:
+                if checksum not in versions:
+                    account.versions += bool(versions)
+                    versions.add(checksum)
+                continue
+            if one.made == "L" and (one.key, checksum, one.block) not in self._loaded:
+                self._loaded.add((one.key, checksum, one.block))
+                account.loaded += 1
+                if checksum not in versions:
+                    account.foreign += 1
+                    account.examples.append({"foreign": asdict(one) | {"key": one.key.hex()}})
 
     def save(self) -> None:
         """Write the account."""

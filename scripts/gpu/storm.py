@@ -24,6 +24,17 @@ from kvstore.cli.child import ChildError
 
 _SETTLE_S = 3.0
 _MOST_ALONE = 24
+_ACCOUNT = (
+    "steps",
+    "comparisons",
+    "distinct",
+    "differing",
+    "roots",
+    "versions",
+    "loaded",
+    "foreign",
+    "copies",
+)
 _COUNTS = ("aborted", "cached", "external_prefix_cache_hits", "num_preemptions")
 
 
@@ -159,10 +170,8 @@ def _say(say: Callable[[str], None], found: Result) -> None:
         say(f"  {name}: {pair['equal']} of {pair['compared']} equal")
     say(f"  unlike alone: {found.get('unlike_alone')}")
     for name, account in found["accounts"].items():
-        shown: dict[str, Any] = {
-            key: account[key] for key in ("steps", "comparisons", "distinct", "blocks", "differing")
-        }
-        say(f"  {name}: {shown} roots {account['roots']} copies {account['copies']}")
+        shown: dict[str, Any] = {key: account[key] for key in _ACCOUNT}
+        say(f"  {name}: {shown}")
         if account["problem"]:
             say(f"  {name}: {account['problem']}")
     say(f"  leases {found['leases']}, {found['seconds']} s")

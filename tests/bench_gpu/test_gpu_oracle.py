@@ -45,10 +45,13 @@ def test_bytes_that_differ_from_the_first_of_their_key_are_seen(
     oracle.look(4, used((5, b"b", "L"), (2, b"c", "P"), (3, b"d", "P"), (0, b"e", "P")))
     until(lambda: _account(out)["steps"] == 4)
     found = _account(out)
-    assert (found["comparisons"], found["distinct"]) == (5, 4)
+    assert (found["comparisons"], found["distinct"]) == (9, 4)
+    # What was loaded with other bytes than those computed is nobody's.
+    assert (found["versions"], found["loaded"], found["foreign"]) == (0, 2, 1)
     assert found["blocks"] == {"P:L": 2, "P:D": 1}
     assert found["differing"] == found["roots"] == {"P:L": 1}
-    (example,) = found["examples"]
+    example, foreign = found["examples"]
+    assert foreign["foreign"]["block"] == 5
     assert (example["block"], example["index"], example["root"]) == (5, 1, True)
     assert example["differing_values"] == [0, 1, 0]
     assert example["largest_difference"] == [0.0, 0.5, 0.0]
@@ -72,3 +75,4 @@ def test_what_follows_a_block_that_differs_is_no_root(
     found = _account(out)
     assert found["differing"] == {"P:DP": 2} or found["differing"] == {"P:PD": 2}
     assert list(found["roots"].values()) == [1]
+    assert (found["versions"], found["loaded"]) == (2, 0)

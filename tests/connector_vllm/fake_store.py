@@ -344,6 +344,9 @@ class FakeAttachment:
     def wait_active(self, timeout_s: float) -> bool:
         return self.alive
 
+    def wait_filled(self, timeout_s: float) -> bool:
+        return self.alive
+
     def wait_run(self, boot_id: bytes, timeout_s: float) -> bool:
         end = time.monotonic() + timeout_s
         over = boot_id != self._daemon.boot_id or not self._daemon.up

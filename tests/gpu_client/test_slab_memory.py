@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -193,17 +194,37 @@ def test_ranges_are_large_until_the_engine_serves_and_then_small_with_rests() ->
     assert pins.pinned_bytes == 2 * SLOT
 
 
-def test_many_slabs_are_pinned_once_each_although_several_threads_pin(
-    world: World, until: Until
-) -> None:
+def test_many_slabs_are_pinned_once_each_although_several_threads_pin(world: World) -> None:
     for group in range(1, 17):
         world.host(group)
     # Those announced before come once more, some while they are being filled.
     world.table.pin_with(world.pins)
-    until(lambda: world.pins.pinned_bytes == 16 * SLOT * SLOTS)
+    # An engine that is about to serve waits until everything is pinned.
+    assert world.table.wait_filled(60.0)
+    assert world.pins.pinned_bytes == 16 * SLOT * SLOTS
     assert len(world.runtime.registered) == 16
     assert not failures["pin"]
     assert all(world.reach(group) == PINNED for group in range(1, 17))
+
+
+def test_who_waits_for_pins_stops_when_the_attachment_ends(world: World) -> None:
+    free, gone = threading.Event(), list[bool]()
+    pin = world.pins.pin
+
+    def held_up(address: int, length: int) -> bool:
+        free.wait(60.0)
+        return pin(address, length)
+
+    world.pins.pin = held_up  # type: ignore[method-assign]
+    world.table.pin_with(world.pins)
+    world.host(1)
+    assert not world.table.wait_filled(0.0)
+    waiter = threading.Thread(target=lambda: gone.append(world.table.wait_filled(60.0)))
+    waiter.start()
+    world.table.end("over", lambda: None)
+    waiter.join(60.0)
+    assert gone == [True]
+    free.set()
 
 
 def test_gpu_slabs_lie_at_their_offset_in_an_allocation_that_is_opened_once(world: World) -> None:

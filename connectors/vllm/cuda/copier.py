@@ -20,7 +20,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import numpy as np
@@ -28,11 +27,12 @@ from numpy.typing import NDArray
 
 from kvstore.attach.mapped import DEVICE, PAGEABLE
 from kvstore.connectors.vllm.copier import ATTACH_SECONDS, Lane, SlotRun
+from kvstore.connectors.vllm.cuda.flight import Flight
 from kvstore.connectors.vllm.cuda.pipe import Mover, Pipe, Runtime
 from kvstore.connectors.vllm.cuda.routes import Job, Route, job_of, route_of
 from kvstore.connectors.vllm.geometry import Geometry
 from kvstore.connectors.vllm.guard import log_once
-from kvstore.connectors.vllm.store import Attachment, Held
+from kvstore.connectors.vllm.store import Attachment
 from kvstore.errors import KVStoreError
 
 __all__ = ["MOST_CHUNK_BYTES", "CudaCopier"]
@@ -54,30 +54,6 @@ class Device(Runtime, Protocol):
 
     def compute_stream(self) -> int:
         """Return the stream that the engine computes on, as seen from its thread."""
-
-
-@dataclass(slots=True)
-class _Flight:
-    """One copy.
-
-    Attributes:
-        begun: recorded on the compute stream when the copy was asked for.
-        read: a store has read its blocks.
-        done: the bytes are in place.
-        length: bytes, where somebody counts them.
-        failed: it was not submitted, or not whole.
-        before: earlier stores that read some of its blocks too.
-        submitted: set when `read` and `done` stand for this copy.
-    """
-
-    held: Held
-    begun: int
-    read: int
-    done: int
-    length: int = 0
-    failed: bool = False
-    before: set[int] = field(default_factory=set)
-    submitted: threading.Event = field(default_factory=threading.Event)
 
 
 class CudaCopier:
@@ -156,10 +132,10 @@ class CudaCopier:
         self._numbers = 0
         self._guard = threading.Lock()
         self._changed = threading.Condition(self._guard)
-        self._storing: dict[int, _Flight] = {}
+        self._storing: dict[int, Flight] = {}
         self._early = 0
         # Loads of host slots that are not submitted yet, in order, and bytes of those that are.
-        self._queue: deque[tuple[_Flight, Job]] = deque()
+        self._queue: deque[tuple[Flight, Job]] = deque()
         self._inbound = 0
         self._slow_bytes = 0
         self._submitting = threading.Lock()
@@ -193,12 +169,13 @@ class CudaCopier:
         if not self._granted(run):
             self._load_late(blocks, run, skip, done)
             return False
-        flight: _Flight | None = None
+        flight: Flight | None = None
         pipe, lane = self._in, self._loads
         try:
             flight = self._board(run)
             job = self._job(flight, blocks, run, skip)
             if (job.reach == PAGEABLE).any():
+                log_once(logging.INFO, "a load takes longer: its memory is not pinned yet")
                 self._submit_slowly(flight, job, to_cache=True)
                 landed = None
             elif (job.reach == DEVICE).all():
@@ -241,7 +218,7 @@ class CudaCopier:
 
         def load() -> None:
             self._attachment.wait_run(run.boot_id, ATTACH_SECONDS)
-            flight: _Flight | None = None
+            flight: Flight | None = None
             try:
                 flight = self._board(run, begun)
                 job = self._job(flight, blocks, run, skip)
@@ -275,14 +252,14 @@ class CudaCopier:
                     flight.failed = True
                     flight.submitted.set()
 
-    def _little(self, flight: _Flight) -> bool:
+    def _little(self, flight: Flight) -> bool:
         """Return whether a load was submitted, and little else is on its way."""
         with self._guard:
             return flight.submitted.is_set() and (
                 self._inbound <= max(self._inbound_bytes, flight.length)
             )
 
-    def _intact(self, flight: _Flight, run: SlotRun) -> bool:
+    def _intact(self, flight: Flight, run: SlotRun) -> bool:
         """Return whether a load that was submitted can be reported at once."""
         # From here on nothing that stops this process delays the copy.
         return (
@@ -298,7 +275,7 @@ class CudaCopier:
     def _loaded(
         self,
         pipe: Pipe,
-        flight: _Flight,
+        flight: Flight,
         run: SlotRun,
         places: NDArray[np.int64],
         done: Callable[[NDArray[np.bool_]], None],
@@ -338,7 +315,7 @@ class CudaCopier:
         """See `Copier.store`."""
         self._serving()
         flat = blocks.ravel()
-        flight: _Flight | None = None
+        flight: Flight | None = None
         number = 0
         try:
             flight = self._board(run)
@@ -369,7 +346,7 @@ class CudaCopier:
             flight.submitted.set()
         self._stores.submit(lambda: self._stored(number, flight, done))
 
-    def _take_slow(self, flight: _Flight, length: int) -> bool:
+    def _take_slow(self, flight: Flight, length: int) -> bool:
         """Return whether one more store may go through the bounce buffer."""
         with self._guard:
             if self._slow_bytes and self._slow_bytes + length > _SLOW_BYTES:
@@ -378,7 +355,7 @@ class CudaCopier:
             self._slow_bytes += length
             return True
 
-    def _stored(self, number: int, flight: _Flight, done: Callable[[bool], None]) -> None:
+    def _stored(self, number: int, flight: Flight, done: Callable[[bool], None]) -> None:
         """On the stores' thread: wait for a store."""
         arrived = self._arrived("store", self._out, flight)
         with self._guard:
@@ -417,7 +394,7 @@ class CudaCopier:
         self._device.event_record(begun, self._device.compute_stream())
         return begun
 
-    def _board(self, run: SlotRun, begun: int = 0) -> _Flight:
+    def _board(self, run: SlotRun, begun: int = 0) -> Flight:
         """Keep the slots mapped, and remember what the compute stream has to do before.
 
         Args:
@@ -426,17 +403,17 @@ class CudaCopier:
         """
         held = self._attachment.using(run.slots, boot_id=run.boot_id, writer_id=run.writer_id)
         try:
-            return _Flight(held, begun or self._begun(), 0, self._event())
+            return Flight(held, begun or self._begun(), 0, self._event())
         except BaseException:
             held.done()
             raise
 
-    def _job(self, flight: _Flight, blocks: NDArray[np.int32], run: SlotRun, skip: int) -> Job:
+    def _job(self, flight: Flight, blocks: NDArray[np.int32], run: SlotRun, skip: int) -> Job:
         addresses, reach = flight.held.places(self._shard)
         return job_of(self._geometry, blocks, addresses, reach, skip, self._group_blocks)
 
     @staticmethod
-    def _submit(pipe: Pipe, flight: _Flight, job: Job, *, to_cache: bool) -> None:
+    def _submit(pipe: Pipe, flight: Flight, job: Job, *, to_cache: bool) -> None:
         here = job.reach == DEVICE
         if here.any() and not to_cache:
             raise ValueError("slots on the GPU are for reading only")
@@ -451,7 +428,7 @@ class CudaCopier:
             pipe.end(flight.done, flight.read)
         flight.submitted.set()
 
-    def _submit_slowly(self, flight: _Flight, job: Job, *, to_cache: bool) -> None:
+    def _submit_slowly(self, flight: Flight, job: Job, *, to_cache: bool) -> None:
         """Let another thread submit, because the CPU must copy too."""
 
         def submit() -> None:
@@ -465,7 +442,7 @@ class CudaCopier:
 
         self._slow_lane.submit(submit)
 
-    def _arrived(self, what: str, pipe: Pipe, flight: _Flight) -> bool:
+    def _arrived(self, what: str, pipe: Pipe, flight: Flight) -> bool:
         """Wait for a copy; return whether it went well. Afterwards nothing of it is under way."""
         flight.submitted.wait()
         try:
@@ -481,7 +458,7 @@ class CudaCopier:
         for one in (pipe, *self._slow.values()):
             one.synchronize()
 
-    def _leave(self, flight: _Flight) -> None:
+    def _leave(self, flight: Flight) -> None:
         flight.held.done()
         for event in (flight.begun, flight.read, flight.done):
             if event:

@@ -1,0 +1,34 @@
+"""One copy of the GPU copier, from its being asked for to its end."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from kvstore.connectors.vllm.store import Held
+
+__all__ = ["Flight"]
+
+
+@dataclass(slots=True)
+class Flight:
+    """One copy.
+
+    Attributes:
+        begun: recorded on the compute stream when the copy was asked for.
+        read: a store has read its blocks.
+        done: the bytes are in place.
+        length: bytes, where somebody counts them.
+        failed: it was not submitted, or not whole.
+        before: earlier stores that read some of its blocks too.
+        submitted: set when `read` and `done` stand for this copy.
+    """
+
+    held: Held
+    begun: int
+    read: int
+    done: int
+    length: int = 0
+    failed: bool = False
+    before: set[int] = field(default_factory=set)
+    submitted: threading.Event = field(default_factory=threading.Event)

@@ -12,7 +12,7 @@ SETUP := $(PYTHON) scripts/setup_env.py
 MODEL := .cache/smollm2-fp32
 
 .DEFAULT_GOAL := help
-.PHONY: help venv vllm model demo test test-fast crashtest soak lint format metrics-table bench wheel clean distclean
+.PHONY: help venv vllm model demo test test-fast crashtest soak lint format metrics-table schemas bench wheel clean distclean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '%-10s %s\n' "$$name" "$$text"; done
@@ -54,6 +54,9 @@ format: venv ## Reformat the code
 
 metrics-table: venv ## Write the table of docs/metrics.md anew
 	@PYTHONPATH=$(CURDIR) $(BIN)/python -c "import pathlib, kvstore.server.metric_series as m; m.write(pathlib.Path('docs/metrics.md'))"
+
+schemas: venv ## Write docs/schemas and the table of docs/json.md anew
+	@PYTHONPATH=$(CURDIR) $(BIN)/python scripts/schemas/write_schemas.py
 
 bench: venv ## Measure the data path on this machine
 	@$(BIN)/python -m kvstore bench $(ARGS)

@@ -59,9 +59,9 @@ def resize(
     as_json: JsonOption = False,
     timeout: TimeoutOption = "60s",
 ) -> int:
-    """Grow or shrink a tier while it serves; until the daemon restarts.
+    """Grow or shrink a tier while it serves.
 
-    A smaller tier keeps what was used last. Ends with 1 when the time was up before it fits; the
+    It holds until the daemon restarts. A smaller tier keeps what was used last. Ends with 1 when the time was up before it fits; the
     daemon goes on by itself.
     """
     if tier == "gpu":

@@ -19,6 +19,7 @@ from kvstore import __version__, log_lines
 from kvstore.cli import admin, blocks, doctor, explain, replay, serve, stats, verify
 from kvstore.cli.bench import command as bench
 from kvstore.cli.demo import command as demo
+from kvstore.cli.examples import add_examples, top_examples
 from kvstore.cli.top import command as top
 from kvstore.errors import KVStoreError
 
@@ -30,6 +31,7 @@ _USAGE_ERROR: Final[type[Exception]] = typer.BadParameter.__mro__[1]
 app = typer.Typer(
     name="kvstore",
     help="A hierarchical KV-cache store for LLM inference.",
+    epilog=top_examples(),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -50,6 +52,7 @@ for _register in (
     bench.register,
 ):
     _register(app)
+add_examples(app)
 
 
 def _version(wanted: bool) -> None:

@@ -24,7 +24,7 @@ SpaceOption = Annotated[
 ]
 KeysArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY]...", help="Keys in hexadecimal, in chain order."),
+    typer.Argument(metavar="KEY", help="Keys in hexadecimal, in chain order."),
 ]
 TokensOption = Annotated[
     Path | None,
@@ -147,7 +147,9 @@ def evict(
     everything: AllOption = False,
     tier: Annotated[
         str | None,
-        typer.Option("--tier", help="Only from gpu, host or disk; every tier without it."),
+        typer.Option(
+            "--tier", metavar="TIER", help="Only from gpu, host or disk; every tier without it."
+        ),
     ] = None,
     address: AddressOption = None,
     as_json: JsonOption = False,
@@ -202,9 +204,9 @@ def prefetch(
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring a chain of blocks from disk into host memory, or to the GPU, before it is asked for.
+    """Bring a chain of blocks from disk to memory before it is used.
 
-    A hint, for routers and agents that know what comes next: nothing is held for it, and what has
+    To host memory, or on to the GPU. A hint, for routers and agents that know what comes next: nothing is held for it, and what has
     arrived may be evicted again.
     """
     deadline_s = parse_seconds(deadline)

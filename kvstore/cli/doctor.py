@@ -45,13 +45,13 @@ def _ask(address: Address) -> _Findings | None:
         return None
 
 
-def _silent(address: Address) -> dict[str, Any]:
-    """Say what it means that no daemon answered."""
+def _silent(address: Address, *, named: bool) -> dict[str, Any]:
+    """Say what it means that no daemon answered; an error where one was named."""
     if listens(address):
         advice = "it is stopped or stuck: see its log, and restart it; below is this machine"
         return _finding("daemon", "error", f"at {address}: listens, but does not answer", advice)
     advice = "start one with `kvstore serve`; below is what it would find here"
-    return _finding("daemon", "warning", f"none at {address}", advice)
+    return _finding("daemon", "error" if named else "warning", f"none at {address}", advice)
 
 
 def _settings(flags: dict[str, Any], file: Path | None) -> tuple[ServeConfig, _Findings]:
@@ -127,7 +127,7 @@ def doctor(
     ] = None,
     config: Annotated[Path | None, _option("--config", "As for serve; offline.", "FILE")] = None,
 ) -> int:
-    """Check the machine: directories, memory, limits, kernel, libraries.
+    """Check the machine: directories, memory, limits, libraries.
 
     Asks the daemon, which looks with the settings that it runs with. Without a daemon, with
     --offline, or with a setting to try, it looks from here. Ends with 1 when there is an error.
@@ -148,7 +148,11 @@ def doctor(
     else:
         where = parse_address(address) if address is not None else default_address()
         answer = _ask(where)
-        found = [_silent(where), *_look(flags, config)] if answer is None else answer
+        found = (
+            [_silent(where, named=address is not None), *_look(flags, config)]
+            if answer is None
+            else answer
+        )
         daemon = None if answer is None else str(where)
     errors, warnings = (
         sum(one["level"] == level for one in found) for level in ("error", "warning")

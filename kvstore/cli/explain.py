@@ -113,7 +113,7 @@ def explain(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PROMPTS|SPACE]",
+            metavar="PROMPTS|SPACE",
             help='A file of JSON lines: {"prompt": "…"} or {"messages": […], "tools": […]}; with '
             "--keys or --tokens, a space's id or its start (`kvstore spaces`).",
             show_default=False,
@@ -152,7 +152,7 @@ def explain(
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Explain why a request was not served from the cache, or what keeps prompts from sharing.
+    """Explain why a request missed, or why prompts share little.
 
     With --keys, --tokens or --request it asks the daemon how far the hit goes and why it ends
     there: never seen, evicted (from where, when, what for), stored in another space (and which

@@ -270,9 +270,9 @@ def replay(
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the synthetic trace.")] = 0,
 ) -> int:
-    """Replay a trace of requests to see what tiers of some size would have done.
+    """Replay a trace: what tiers of some size would have done.
 
-    Through the daemon's own index and eviction rule, on a virtual clock: hit rates by tier, time
+    Takes requests through the daemon's own index and eviction rule, on a virtual clock: hit rates by tier, time
     to first token, bytes written to disk. Reads Mooncake's and Bailian's traces, one request at a
     time. No daemon is needed.
     """

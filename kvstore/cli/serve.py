@@ -21,12 +21,19 @@ def serve(
         list[str] | None,
         _flag(
             "--listen",
-            "Address to serve on: unix:///path or loopback host:port; repeatable.",
+            "Address to serve on: unix:///path or loopback host:port; repeatable. A socket in "
+            "$XDG_RUNTIME_DIR/kvstore or /tmp if not given.",
             "ADDRESS",
         ),
     ] = None,
     state: Annotated[
-        str | None, _flag("--state", "State directory (lock, sockets, index).", "DIR")
+        str | None,
+        _flag(
+            "--state",
+            "Directory of the index. /var/lib/kvstore for root, else ~/.local/state/kvstore if not "
+            "given.",
+            "DIR",
+        ),
     ] = None,
     config: Annotated[
         Path | None,
@@ -41,28 +48,33 @@ def serve(
         ),
     ] = None,
     stop_timeout: Annotated[
-        str | None, _flag("--stop-timeout", "How long a stop may flush.", "SECONDS")
+        str | None, _flag("--stop-timeout", "How long a stop may write to disk; 20s.", "DURATION")
     ] = None,
     record: Annotated[
         str | None,
         _flag("--record", "Append a trace of requests for `kvstore replay`; hashed keys.", "FILE"),
     ] = None,
     log_level: Annotated[
-        str | None, _flag("--log-level", "debug, info, warning or error.", "LEVEL")
+        str | None, _flag("--log-level", "debug, info, warning or error; info.", "LEVEL")
     ] = None,
     log_format: Annotated[
-        str | None, _flag("--log-format", "text, or json: every line one object.", "FORMAT")
+        str | None, _flag("--log-format", "text, or json: every line one object; text.", "FORMAT")
     ] = None,
     host_pool: Annotated[
         str | None,
-        _flag("--host-pool", "Host memory to take, e.g. 8GiB, or auto.", "SIZE"),
+        _flag(
+            "--host-pool",
+            "Host memory to take, e.g. 8GiB. auto: a quarter of what is available, 4GiB at most; "
+            "so without it.",
+            "SIZE",
+        ),
     ] = None,
     disk: Annotated[
         str | None, _flag("--disk", "Directory of the disk tier; none without it.", "DIR")
     ] = None,
     disk_capacity: Annotated[
         str | None,
-        _flag("--disk-capacity", "Disk to take; 80 % of what is free.", "SIZE"),
+        _flag("--disk-capacity", "Disk to take, e.g. 2TiB; 80 % of what is free.", "SIZE"),
     ] = None,
     gpu_pool: Annotated[
         str | None,
@@ -70,7 +82,9 @@ def serve(
     ] = None,
     gpu_devices: Annotated[
         str | None,
-        _flag("--gpu-devices", "Which devices, in the ranks' order, e.g. 0,1; all.", "LIST"),
+        _flag(
+            "--gpu-devices", "Which devices, in the ranks' order, e.g. 0,1; all of them.", "LIST"
+        ),
     ] = None,
     gpu_io: Annotated[
         str | None,
@@ -113,7 +127,7 @@ def serve(
         ),
     ] = None,
     io_threads: Annotated[
-        int | None, _flag("--io-threads", "Threads of the disk tier.", "N")
+        int | None, _flag("--io-threads", "Threads of the disk tier; 4.", "N")
     ] = None,
     discard_host: Annotated[
         bool | None,
@@ -131,18 +145,18 @@ def serve(
     ] = None,
     lease_ttl: Annotated[
         str | None,
-        _flag("--lease-ttl", "Silence after which a client's leases end.", "SECONDS"),
+        _flag("--lease-ttl", "Silence after which a client's leases end; 10s.", "DURATION"),
     ] = None,
     heartbeat: Annotated[
-        str | None, _flag("--heartbeat", "How often clients report.", "SECONDS")
+        str | None, _flag("--heartbeat", "How often clients report; 1s.", "DURATION")
     ] = None,
     lease_cap: Annotated[
         str | None,
-        _flag("--lease-cap", "Most bytes one client may lease.", "SIZE"),
+        _flag("--lease-cap", "Most bytes one client may lease; half of the pool.", "SIZE"),
     ] = None,
     grant_cap: Annotated[
         str | None,
-        _flag("--grant-cap", "Most bytes one client may be granted.", "SIZE"),
+        _flag("--grant-cap", "Most bytes one client may be granted; half of the pool.", "SIZE"),
     ] = None,
 ) -> int:
     """Run the daemon; it prints one line once it serves.

@@ -138,12 +138,15 @@ def test_before_the_first_start(tmp_path: Path) -> None:
     assert not disk.exists()
 
 
-def test_no_daemon_answers(tmp_path: Path) -> None:
+def test_no_daemon_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first start that is as it should be; where one was named, it is not."""
     address = f"unix://{tmp_path}/nobody.sock"
-    found = seen("--address", address)["findings"]
-    assert found["daemon"]["level"] == "warning"
-    assert found["daemon"]["text"] == f"none at {address}"
-    assert found["shared memory"]["text"]
+    monkeypatch.setenv("KVSTORE_ADDRESS", address)
+    for named, level in (((), "warning"), (("--address", address), "error")):
+        found = seen(*named, code=int(level == "error"))["findings"]
+        assert found["daemon"]["level"] == level
+        assert found["daemon"]["text"] == f"none at {address}"
+        assert found["shared memory"]["text"]
 
 
 def test_stopped_daemon_is_not_a_missing_one(daemon: Any) -> None:

@@ -65,7 +65,7 @@ def bench(
         bool, typer.Option("--json", help="Print every sample as JSON; progress on stderr.")
     ] = False,
 ) -> None:
-    """Measure the data path beside what the machine does without kvstore.
+    """Measure the data path beside what the machine does alone.
 
     Starts daemons of its own. kvstore and its baselines are measured in turns, so that the ratio
     holds on a machine whose speed changes from minute to minute.

@@ -91,7 +91,7 @@ def gpu(
         ),
     ] = False,
 ) -> None:
-    """Measure copies between a GPU's KV cache and kvstore beside what the bus does without it.
+    """Measure copies between a GPU and kvstore beside the bus alone.
 
     Starts daemons of its own; takes host memory of five times SIZE and GPU memory of six times
     SIZE. Every byte that is loaded is compared with what was stored.

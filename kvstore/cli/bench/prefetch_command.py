@@ -71,7 +71,7 @@ def prefetch(
         bool, typer.Option("--json", help="Print every sample as JSON; progress on stderr.")
     ] = False,
 ) -> None:
-    """Measure what prefetch decides, on a disk throttled to known speeds.
+    """Measure what prefetch decides, on disks of known speeds.
 
     Shared reads, small jobs beside a big one, overlap of the stages, room for stores. With --model:
     whether a request is ever slower with kvstore than without.

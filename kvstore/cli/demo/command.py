@@ -45,7 +45,7 @@ def demo(
         bool, typer.Option("--json", help="Print the result as JSON; progress on stderr.")
     ] = False,
 ) -> int:
-    """Show a real vLLM engine loading from kvstore what it had computed before.
+    """Show a real vLLM engine loading what was computed before.
 
     Starts a daemon and vLLM engines of its own, sends the same prompts four times, and compares
     times and tokens, and the hit rate that the daemon shows with what the engines say. Takes about two minutes on two cores.

@@ -82,7 +82,7 @@ def top(
         typer.Option("--once", help="Print one frame, measured over one interval, and end."),
     ] = False,
 ) -> None:
-    """Watch a daemon: tiers, hit rates, throughput, spaces, prefixes, queues, misses.
+    """Watch a daemon: tiers, hit rates, spaces, prefixes, queues.
 
     "Now" is the last five seconds, or one interval if that is longer. Keys: q quits, p or space
     stands still and goes on, v shows prefixes (what prompts begin with) instead of spaces, s sorts

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvstore.units import MIB, PAGE_BYTES, round_up
 
-__all__ = ["Mapping", "copy_batch", "copy_block"]
+__all__ = ["Mapping", "copy_batch", "copy_block", "words_at"]
 
 U8Array = NDArray[np.uint8]
 U64Array = NDArray[np.uint64]
@@ -351,3 +351,18 @@ def _copy_segments(local: NDArray[Any], remote: NDArray[Any]) -> None:
         remote[0, 0] += np.uint64(inside)
         local[0, 1] -= np.uint64(inside)
         remote[0, 1] -= np.uint64(inside)
+
+
+# All memory that a program can have, but for the first word: an array cannot begin at address 0.
+# Nothing is touched until something is indexed.
+_MEMORY: Final = np.ctypeslib.as_array((ctypes.c_uint64 * (1 << 57)).from_address(8))
+
+
+def words_at(addresses: NDArray[np.int64]) -> U64Array:
+    """Read 8-byte words of this process's memory.
+
+    Args:
+        addresses: multiples of 8, shape (n,); each must be mapped.
+    """
+    words: U64Array = _MEMORY[(addresses >> 3) - 1]
+    return words

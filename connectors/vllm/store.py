@@ -129,6 +129,9 @@ class Held(Protocol):
     def places(self, shard: int) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
         """Return the addresses, and how a GPU gets at each (`kvstore.attach.mapped`)."""
 
+    def stretches(self, shard: int) -> NDArray[np.int64]:
+        """Return a number for each slot; a GPU's copy may cross from a slot to one of the same."""
+
     def done(self) -> None:
         """Let go, from any thread."""
 

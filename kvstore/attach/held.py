@@ -8,6 +8,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.attach.located import Located
 from kvstore.attach.slabs import SlabTable
 from kvstore.wire import SlotArray
 
@@ -28,8 +29,20 @@ class Held:
         """
         self._slabs = slabs
         self._slots = slots
-        self._groups: list[int] | None = np.unique(slots["group"]).tolist()
-        slabs.use(self._groups or ())
+        self._located: dict[int, Located] = {}
+        groups = slots["group"]
+        # Slots are granted in runs of the same group.
+        begins = np.ones(len(groups), np.bool_)
+        np.not_equal(groups[1:], groups[:-1], out=begins[1:])
+        self._use: int | None = slabs.use(set(groups[begins].tolist()))
+
+    def _locate(self, shard: int) -> Located:
+        found = self._located.get(shard)
+        if found is None:
+            found = self._slabs.locate(self._slots, shard)
+            if self._use is not None:
+                self._located[shard] = found
+        return found
 
     def addresses(self, shard: int) -> NDArray[np.uint64]:
         """Return the address of each slot of a shard, shape (n,).
@@ -37,15 +50,24 @@ class Held:
         Raises:
             AttachmentLost: a group was not announced within a second, or cannot be mapped.
         """
-        return self._slabs.addresses(self._slots, shard)
+        return self._locate(shard).addresses
 
     def places(self, shard: int) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
-        """Return the slots' addresses and how a GPU gets at each; see `SlabTable.places`.
+        """Return the slots' addresses, and how a GPU gets at each (`mapped`); both (n,).
 
         Raises:
             AttachmentLost: see `addresses`.
         """
-        return self._slabs.places(self._slots, shard)
+        located = self._locate(shard)
+        return located.addresses, located.reach()
+
+    def stretches(self, shard: int) -> NDArray[np.int64]:
+        """Return which slots a copy by a GPU may cross between; see `Located.stretches`.
+
+        Raises:
+            AttachmentLost: see `addresses`.
+        """
+        return self._locate(shard).stretches()
 
     def current(self, shard: int) -> NDArray[np.bool_]:
         """Return which slots still have the generation they were granted with, shape (n,).
@@ -55,13 +77,15 @@ class Held:
         Raises:
             AttachmentLost: see `addresses`.
         """
-        return self._slabs.current(self._slots, shard)
+        return self._locate(shard).current()
 
     def done(self) -> None:
         """Say that nothing is copied any more. Idempotent, from any thread."""
-        groups, self._groups = self._groups, None
-        if groups is not None:
-            self._slabs.unuse(groups)
+        use, self._use = self._use, None
+        # Whoever asks later asks the table, which knows what is mapped still.
+        self._located.clear()
+        if use is not None:
+            self._slabs.unuse(use)
 
     def __enter__(self) -> Self:
         """Return itself."""

@@ -3,8 +3,7 @@
 Shared memory may be *pinned* for a GPU, by whoever has one (`Pins`): then the GPU copies from and to
 it at the bus's speed, without anybody waiting. Pinning holds up everybody else who launches work on
 the GPU, so slots are pinned range by range, as large as whoever pins wants them. No copy may then
-cross from one slot to the next: they may lie in two registrations. Device memory is opened through
-CUDA IPC, one allocation once, however many slabs lie in it.
+cross from one such range to the next. Device memory is opened through CUDA IPC, one allocation once, however many slabs lie in it.
 """
 
 from __future__ import annotations
@@ -83,17 +82,20 @@ class MappedSlab:
     _pinned: list[tuple[Pins, int]] = field(default_factory=list)
     _pinning: threading.Lock = field(default_factory=threading.Lock)
 
-    def reach(self, index: NDArray[np.uint32]) -> NDArray[np.uint8]:
-        """Return how a GPU gets at slots: `PAGEABLE`, `PINNED` or `DEVICE`; shape (n,)."""
-        if self.device_uuid:
-            return np.full(len(index), DEVICE, np.uint8)
-        return np.where(index < self.pinned_slots, PINNED, PAGEABLE).astype(np.uint8)
-
-    def pin(self, pins: Pins) -> None:
-        """Pin its slots, unless it is pinned already or on a device."""
-        # Ranges begin and end between slots and between pages.
+    @property
+    def pin_slots(self) -> int:
+        """Ranges that are pinned hold a multiple of so many slots: they begin between pages."""
         whole = PAGE_BYTES // math.gcd(PAGE_BYTES, self.slot_bytes)
-        step = max(1, _PIN_BYTES // (whole * self.slot_bytes)) * whole
+        return max(1, _PIN_BYTES // (whole * self.slot_bytes)) * whole
+
+    def pin(self, pins: Pins, pinned: Callable[[], None] = lambda: None) -> None:
+        """Pin its slots, unless it is pinned already or on a device.
+
+        Args:
+            pins: pins them.
+            pinned: called after each range.
+        """
+        step = self.pin_slots
         with self._pinning:
             while not self.device_uuid and self.pinned_slots < self.slots:
                 steps = max(1, pins.range_bytes // (step * self.slot_bytes))
@@ -103,6 +105,7 @@ class MappedSlab:
                     return
                 self._pinned.append((pins, address))
                 self.pinned_slots += count
+                pinned()
 
     def close(self) -> bool:
         """Unpin and unmap; return False when views keep it mapped."""

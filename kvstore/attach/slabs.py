@@ -11,15 +11,15 @@ before somebody needs them.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvstore.attach.located import Located, SlabArrays
 from kvstore.attach.mapped import DeviceMemory, MappedSlab, Pins, map_slab
 from kvstore.attach.prefault import Prefaulter
 from kvstore.cudart import CudaError
@@ -55,7 +55,11 @@ class SlabTable:
         self._changed = threading.Condition()
         self._announced: dict[tuple[int, int], pb.Slab] = {}
         self._mapped: dict[tuple[int, int], MappedSlab] = {}
-        self._users: Counter[int] = Counter()
+        # Copies under way, by number: the groups of each.
+        self._using: dict[int, Collection[int]] = {}
+        self._uses = itertools.count()
+        # What lookups work with, by shard; dropped with every change to a mapped slab.
+        self._arrays: dict[int, SlabArrays] = {}
         self._retired: set[int] = set()
         self._ended: str = ""
         self._when_idle: Callable[[], None] | None = None
@@ -86,7 +90,7 @@ class SlabTable:
     def retire(self, groups: Iterable[int]) -> None:
         """Let no new copy begin on these groups; unmap and acknowledge each when it is idle."""
         with self._changed:
-            idle = [group for group in groups if not self._users[group]]
+            idle = [group for group in groups if not self._in_use(group)]
             self._retired.update(groups)
             gone = self._take(idle)
             self._changed.notify_all()
@@ -107,7 +111,7 @@ class SlabTable:
             self._ended = reason
             self._prefaulter.end()
             self._changed.notify_all()
-            if +self._users:
+            if self._using:
                 self._when_idle = when_idle
                 return
             gone = self._take([group for group, _ in self._mapped])
@@ -117,10 +121,10 @@ class SlabTable:
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no copy is under way; return whether that is so."""
         with self._changed:
-            return self._changed.wait_for(lambda: not +self._users, timeout_s)
+            return self._changed.wait_for(lambda: not self._using, timeout_s)
 
-    def use(self, groups: Iterable[int]) -> None:
-        """Count one copy on each group. `unuse` must follow, whatever happens.
+    def use(self, groups: Collection[int]) -> int:
+        """Count one copy on each group; return the number that `unuse` must be given.
 
         Raises:
             AttachmentLost: the attachment ended, or a group is being given back; none is counted.
@@ -128,19 +132,27 @@ class SlabTable:
         with self._changed:
             if self._ended:
                 raise AttachmentLost(self._ended)
-            gone = self._retired.intersection(groups)
+            gone = self._retired.intersection(groups) if self._retired else ()
             if gone:
                 raise AttachmentLost(f"slab group {min(gone)} was given back")
-            self._users.update(groups)
+            number = next(self._uses)
+            self._using[number] = groups
+            return number
 
-    def unuse(self, groups: Iterable[int]) -> None:
-        """Count a copy as finished on each group."""
+    def _in_use(self, group: int) -> bool:
+        return any(group in groups for groups in self._using.values())
+
+    def unuse(self, number: int) -> None:
+        """Count a copy as finished."""
         when_idle = None
+        idle: list[int] = []
+        gone: list[MappedSlab] = []
         with self._changed:
-            self._users.subtract(groups)
-            idle = [g for g in groups if not self._users[g] and g in self._retired]
-            gone = self._take(idle)
-            if self._ended and not +self._users:
+            groups = self._using.pop(number)
+            if self._retired:
+                idle = [g for g in groups if g in self._retired and not self._in_use(g)]
+                gone = self._take(idle)
+            if self._ended and not self._using:
                 gone += self._take([group for group, _ in self._mapped])
                 when_idle, self._when_idle = self._when_idle, None
             self._changed.notify_all()
@@ -156,6 +168,7 @@ class SlabTable:
     def _take(self, groups: Iterable[int]) -> list[MappedSlab]:
         """Forget groups and return their slabs, to be closed; the caller holds the lock."""
         doomed = set(groups)
+        self._arrays.clear()
         taken = [self._mapped.pop(place) for place in list(self._mapped) if place[0] in doomed]
         for place in [place for place in self._announced if place[0] in doomed]:
             del self._announced[place]
@@ -193,6 +206,7 @@ class SlabTable:
             except (CudaError, OSError, ValueError) as error:
                 raise AttachmentLost(f"slab group {group} cannot be mapped: {error}") from error
             self._mapped[place] = slab
+            self._arrays.clear()
             self._prefaulter.used(group, shard, slab.mapping.length)
             return slab
 
@@ -204,7 +218,7 @@ class SlabTable:
         """
         pins = self._pins
         try:
-            self.use([group])
+            use = self.use([group])
         except AttachmentLost:
             return False
         try:
@@ -213,57 +227,35 @@ class SlabTable:
                 # Before pinning too: who pins holds up the GPU, who fills page tables does not.
                 slab.mapping.populate()
             if pins is not None:
-                slab.pin(pins)
+                slab.pin(pins, self._pinned_some)
         except (AttachmentLost, OSError) as error:
             _log.debug("slab %d of shard %d: %s", group, shard, error)
         finally:
-            self.unuse([group])
+            self.unuse(use)
         return pins is None
 
-    def addresses(self, slots: SlotArray, shard: int) -> NDArray[np.uint64]:
-        """Return the address of each slot of a shard, shape (n,). Call between use and unuse.
+    def _pinned_some(self) -> None:
+        with self._changed:
+            self._arrays.clear()
+
+    def locate(self, slots: SlotArray, shard: int) -> Located:
+        """Look up where slots of a shard lie. Call between use and unuse.
 
         Raises:
             AttachmentLost: a slot's group is not there; see `slab`.
         """
-        return self.places(slots, shard)[0]
-
-    def places(self, slots: SlotArray, shard: int) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
-        """Return the address of each slot of a shard, and how a GPU gets at it; both (n,).
-
-        Raises:
-            AttachmentLost: as for `addresses`.
-        """
-        result, reach = np.empty(len(slots), np.uint64), np.empty(len(slots), np.uint8)
-        for slab, where, index in self._by_group(slots, shard):
-            if int(index.max()) >= slab.slots:
-                raise AttachmentLost(f"slab group {slab.group} has no slot {int(index.max())}")
-            offsets = index.astype(np.uint64) * np.uint64(slab.slot_bytes)
-            result[where] = offsets + np.uint64(slab.data_address)
-            reach[where] = slab.reach(index)
-        return result, reach
-
-    def current(self, slots: SlotArray, shard: int) -> NDArray[np.bool_]:
-        """Return whether each slot still has the generation it was granted with, shape (n,).
-
-        Only what was copied *before* this call is vouched for.
-
-        Raises:
-            AttachmentLost: a slot's group is not there; see `slab`.
-        """
-        result = np.zeros(len(slots), np.bool_)
-        for slab, where, index in self._by_group(slots, shard):
-            result[where] = slab.generations[index] == slots["generation"][where]
-        return result
-
-    def _by_group(
-        self, slots: SlotArray, shard: int
-    ) -> Iterable[tuple[MappedSlab, slice | NDArray[np.bool_], NDArray[np.uint32]]]:
-        groups = slots["group"]
-        distinct = np.unique(groups).tolist()
-        for group in distinct:
-            where = slice(None) if len(distinct) == 1 else groups == group
-            yield self.slab(group, shard), where, slots["index"][where]
+        arrays = self._arrays.get(shard)
+        found = arrays.find(slots) if arrays is not None else None
+        if found is None:
+            for group in np.unique(slots["group"]).tolist():
+                self.slab(group, shard)
+            with self._changed:
+                mine = [slab for place, slab in self._mapped.items() if place[1] == shard]
+                arrays = self._arrays[shard] = SlabArrays(mine)
+            found = arrays.find(slots)
+        if found is None:
+            raise AttachmentLost(self._ended or "slabs went while they were in use")
+        return found
 
 
 def _close(slabs: list[MappedSlab]) -> None:

@@ -305,6 +305,9 @@ class FakeHeld:
     def places(self, shard: int) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
         return self.addresses(shard), np.zeros(len(self._slots), np.uint8)
 
+    def stretches(self, shard: int) -> NDArray[np.int64]:
+        return np.arange(len(self._slots))
+
     def done(self) -> None:
         self.__exit__()
 

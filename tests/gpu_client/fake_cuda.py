@@ -44,6 +44,8 @@ class FakeCuda:
     memory: dict[int, Any] = field(default_factory=dict)
     fail_after: int = -1
     room: int = 1 << 40
+    # Sees every batch of DMA.
+    batch: Callable[..., None] = lambda *_: None
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -105,6 +107,7 @@ class FakeCuda:
     def memcpy_batch_async(
         self, destinations: Any, sources: Any, lengths: Any, stream: int
     ) -> None:
+        self.batch(destinations, sources, lengths)
         to, of, size = destinations.copy(), sources.copy(), lengths.copy()
         self.launch(stream, lambda: copy_batch(to, of, size))
 
@@ -161,12 +164,11 @@ class FakeCuda:
 
 
 class FakeMover:
-    """The kernel, by the CPU. Rows are read when it runs, as the real one does."""
+    """The kernels, by the CPU. Rows are read when they run, as the real ones do."""
 
-    def __init__(self, cuda: FakeCuda, geometry: Geometry, rows: int) -> None:
-        self.cuda, self.geometry = cuda, geometry
-        self.rows = np.zeros((rows, 2), np.int64)
-        self.rows_address = int(self.rows.ctypes.data)
+    def __init__(self, cuda: FakeCuda, geometry: Geometry, rows: NDArray[np.int64]) -> None:
+        self.cuda, self.geometry, self.host = cuda, geometry, rows
+        self.rows = np.zeros(rows.shape, np.int64)
 
     def encode(self, blocks: NDArray[np.int32], packed: NDArray[np.uint64]) -> NDArray[np.int64]:
         return np.stack([blocks.astype(np.int64), packed.astype(np.int64)], axis=1)
@@ -176,6 +178,14 @@ class FakeMover:
 
     def warm_up(self, stream: int) -> None:
         pass
+
+    def fetch(self, first_row: int, rows: int, *, stream: int) -> None:
+        these = slice(first_row, first_row + rows)
+
+        def kernel() -> None:
+            self.rows[these] = self.host[these]
+
+        self.cuda.launch(stream, kernel)
 
     def move(
         self, first_row: int, rows: int, *, to_cache: bool, programs: int, stream: int

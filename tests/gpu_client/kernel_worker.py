@@ -57,7 +57,8 @@ def check(name: str, caches: dict[str, Any], device: str) -> bool:
     """Move some blocks out and into others; compare every byte of the cache."""
     geometry = describe(caches, BLOCKS)
     units = cut(geometry)
-    mover = Mover(units, device, 64)
+    rows = torch.zeros((64, 2), dtype=torch.int64, pin_memory=device == "cuda").numpy()
+    mover = Mover(units, device, rows)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in caches.values()}
     views = [torch.tensor([], dtype=torch.uint8, device=device).set_(s) for s in storages.values()]
     for view in views:
@@ -79,8 +80,8 @@ def check(name: str, caches: dict[str, Any], device: str) -> bool:
     wanted = [view.clone() for view in views]
 
     def run(first: int, blocks: list[int], to_cache: bool) -> None:
-        rows = mover.encode(np.array(blocks, np.int32), addresses)
-        mover._rows[first : first + 4] = torch.from_numpy(rows).to(device)
+        rows[first : first + 4] = mover.encode(np.array(blocks, np.int32), addresses)
+        mover.fetch(first, 4, stream=stream)
         mover.move(first, 4, to_cache=to_cache, programs=3, stream=stream)
 
     source, target = [7, 1, 10, 4], [0, 2, 3, 9]

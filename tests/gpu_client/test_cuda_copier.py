@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from kvstore.attach.mapped import DEVICE, PAGEABLE, PINNED
 from kvstore.connectors.vllm.copier import SlotRun
+from kvstore.connectors.vllm.cuda import pipe
 from kvstore.connectors.vllm.cuda.copier import CudaCopier
-from kvstore.connectors.vllm.cuda.routes import Route, pieces, route_of
+from kvstore.connectors.vllm.cuda.routes import Route, route_of
 from kvstore.connectors.vllm.geometry import Geometry
 from kvstore.cudart import CudaError
 from kvstore.errors import AttachmentLost
@@ -23,6 +24,8 @@ from kvstore.errors import AttachmentLost
 BOOT = b"boot"
 GROUP_BLOCKS = 4
 SLOTS = 12
+# Slots that are pinned at a time.
+TOGETHER = 3
 BLOCKS = 40
 # One contiguous piece of 512 KiB; four pieces and large slots; four pieces and small slots.
 SHAPES = {Route.DMA: (1, 1 << 19), Route.RING: (4, 1 << 15), Route.KERNEL: (4, 1 << 10)}
@@ -60,7 +63,9 @@ class World:
         assert route_of(self.geometry, GROUP_BLOCKS) is self.route
         self.memory = np.zeros((SLOTS, GROUP_BLOCKS * self.geometry.block_bytes), np.uint8)
         self.generations = np.zeros(SLOTS, np.uint64)
+        self.pieces: list[int] = []
         self.cuda = FakeCuda(self.seed, room=self.room)
+        self.cuda.batch = self.batch
         self.copier = CudaCopier(
             self.cuda,
             lambda rows: FakeMover(self.cuda, self.geometry, rows),
@@ -74,6 +79,15 @@ class World:
             bounce_chunk_bytes=2 * self.geometry.block_bytes,
             inbound_bytes=self.inbound_blocks * self.geometry.block_bytes,
         )
+
+    def batch(self, *columns: NDArray[np.uint64]) -> None:
+        """See that no piece of DMA crosses from one range of pinned memory to another."""
+        begin, range_bytes = self.memory.ctypes.data, TOGETHER * self.memory.shape[1]
+        for address, other, length in zip(*(c.tolist() for c in columns), strict=True):
+            self.pieces.append(length)
+            for at in (address, other):
+                if begin <= at < begin + self.memory.nbytes:
+                    assert (at - begin) // range_bytes == (at + length - 1 - begin) // range_bytes
 
     def slots(self, *indices: int) -> Any:
         kind = [("group", "<u4"), ("index", "<u4"), ("generation", "<u8")]
@@ -154,6 +168,10 @@ class Held:
         addresses = base + self.named["index"].astype(np.uint64) * stride
         return addresses, np.full(len(addresses), self.world.reach, np.uint8)
 
+    def stretches(self, shard: int) -> NDArray[np.int64]:
+        together: NDArray[np.int64] = self.named["index"].astype(np.int64) // TOGETHER
+        return together
+
     def current(self, shard: int) -> NDArray[np.bool_]:
         same: NDArray[np.bool_] = (
             self.world.generations[self.named["index"]] == self.named["generation"]
@@ -201,6 +219,12 @@ def make() -> Iterator[Make]:
     yield one
     for world in worlds:
         world.close()
+
+
+@pytest.fixture(autouse=True)
+def small_first_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe, "_FIRST_CHUNK_BYTES", 1)
+    monkeypatch.setattr(pipe, "_FIRST_BATCH", 2)
 
 
 ways = pytest.mark.parametrize("route", list(Route))
@@ -290,6 +314,33 @@ def test_a_load_comes_after_steps_under_way_and_before_those_that_use_it(
         slot, inside = divmod(i + 1, GROUP_BLOCKS)
         assert (got == pattern(slot, inside)).all(), i
     assert result.early == (reach == DEVICE)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_slots_that_lie_together_go_at_once_and_small_ones_apart_by_kernel(
+    make: Make, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make(Route.RING, seed)
+    block = world.geometry.block_bytes
+    blocks = np.random.default_rng(seed).permutation(BLOCKS)[:24].tolist()
+    world.compute(blocks, 1)
+    together = world.store(blocks[:12], 4, 5, 6)
+    assert sum(world.pieces) == 12 * block
+    # Chunks of 1, 2, 3, 3, 3 blocks, and a range that ends behind the eighth.
+    assert [length // block for length in world.pieces] == [1, 2, 3, 2, 1, 3]
+    world.pieces.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(pipe, "LEAST_DMA_BYTES", 1 << 30)
+        apart = world.store(blocks[12:], 9, 0, 7)
+        assert not world.pieces
+        assert together.wait() is True
+        assert apart.wait() is True
+        world.compute(blocks, 2)
+        loads = [world.load(blocks[12:], 9, 0, 7)]
+    loads.append(world.load(blocks[:12], 4, 5, 6))
+    assert all(load.wait().all() for load in loads)
+    for block in blocks:
+        assert (world.cache[:, block] == pattern(1, block)).all()
 
 
 @ways
@@ -463,15 +514,3 @@ def test_blocks_outside_the_cache_are_refused(make: Make) -> None:
     world = make(Route.RING)
     assert not world.load([1, 2, 3, BLOCKS], 0).wait().any()
     assert world.store([-1, 1, 2, 3], 0).wait() is False
-
-
-def test_pieces_are_merged_only_where_both_sides_go_on_and_nothing_says_apart() -> None:
-    device = np.array([0, 10, 20, 40, 50], np.uint64)
-    packed = np.array([100, 110, 120, 130, 140], np.uint64)
-    apart = np.array([1, 1, 2, 2, 2], np.int64)
-    first, of, to, lengths = pieces(device, packed, apart, 10)
-    assert first.tolist() == [0, 2, 3]
-    assert of.tolist() == [0, 20, 40]
-    assert to.tolist() == [100, 120, 130]
-    assert lengths.tolist() == [20, 10, 20]
-    assert [len(column) for column in pieces(device[:0], packed[:0], apart[:0], 10)] == [0] * 4

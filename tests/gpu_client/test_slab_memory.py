@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.attach import mapped
 from kvstore.attach.held import Held
 from kvstore.attach.mapped import DEVICE, PAGEABLE, PINNED, DeviceMemory
 from kvstore.attach.slabs import SlabTable
@@ -225,6 +226,31 @@ def test_who_waits_for_pins_stops_when_the_attachment_ends(world: World) -> None
     waiter.join(60.0)
     assert gone == [True]
     free.set()
+
+
+def test_slots_pinned_together_say_so_and_others_do_not(
+    world: World, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped, "_PIN_BYTES", 3 * SLOT)
+    for group in (1, 2):
+        world.host(group)
+    named = [(group, index, 0) for group in (2, 1) for index in range(SLOTS)]
+    with world.held(*named) as held:
+        assert set(held.places(0)[1].tolist()) == {PAGEABLE}
+        stretches = held.stretches(0).tolist()
+    world.pins.range_bytes = 6 * SLOT
+    world.table.pin_with(world.pins)
+    until(lambda: world.pins.pinned_bytes == 2 * SLOTS * SLOT)
+    with world.held(*named) as held:
+        addresses, reach = held.places(0)
+        assert set(reach.tolist()) == {PINNED}
+        assert held.stretches(0).tolist() == stretches
+    assert len(set(stretches)) == 2 * 3
+    for a, one in zip(addresses.tolist(), stretches, strict=True):
+        for b, other in zip(addresses.tolist(), stretches, strict=True):
+            begin = max(at for at in world.runtime.registered if at <= min(a, b))
+            together = max(a, b) + SLOT <= begin + world.runtime.registered[begin]
+            assert together or one != other
 
 
 def test_gpu_slabs_lie_at_their_offset_in_an_allocation_that_is_opened_once(world: World) -> None:

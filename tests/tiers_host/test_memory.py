@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvstore import memory
-from kvstore.memory import Mapping, copy_batch, copy_block
+from kvstore.memory import Mapping, copy_batch, copy_block, words_at
 from kvstore.units import MIB
 
 
@@ -266,3 +266,12 @@ def test_a_forked_child_does_not_inherit_the_mapping() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     inherited.close()
     left_out.close()
+
+
+def test_words_are_read_where_they_are() -> None:
+    one, other = np.arange(5, dtype=np.uint64), np.arange(100, 105, dtype=np.uint64)
+    addresses = [other.ctypes.data, one.ctypes.data + 32, other.ctypes.data + 8]
+    assert words_at(np.array(addresses, np.int64)).tolist() == [100, 4, 101]
+    one[4] = 2**64 - 1
+    assert words_at(np.array(addresses[1:2], np.int64)).tolist() == [2**64 - 1]
+    assert not len(words_at(np.empty(0, np.int64)))

@@ -17,9 +17,10 @@ Which way bytes go (`routes`):
 ====================================  ==========================================================
 slot in the daemon's device memory    one kernel, slot to KV cache
 block in one large piece              batched DMA between slot and KV cache
-block in many pieces, large slots     a kernel gathers or scatters through a ring of staging
-                                      buffers on the GPU, with DMA of whole slots behind it
-block in many pieces, small slots     one kernel, straight between KV cache and pinned memory
+block in many pieces, or small        a kernel gathers or scatters through a ring of staging
+                                      buffers on the GPU, with DMA of whole slots behind it, of
+                                      several where they are neighbours
+slots small and far apart             one kernel, straight between KV cache and pinned memory
 not pinned                            the ring, with DMA to and from the bounce buffer
 ====================================  ==========================================================
 

@@ -62,7 +62,7 @@ class CudaCopier:
     def __init__(
         self,
         device: Device,
-        make_mover: Callable[[int], Mover],
+        make_mover: Callable[[NDArray[np.int64]], Mover],
         geometry: Geometry,
         attachment: Attachment,
         shard: int,
@@ -79,7 +79,7 @@ class CudaCopier:
 
         Args:
             device: the runtime.
-            make_mover: makes kernels.
+            make_mover: makes kernels, given pinned host memory for their rows.
             geometry: of the KV cache.
             attachment: that maps the slots.
             shard: that this rank holds.
@@ -165,7 +165,6 @@ class CudaCopier:
     ) -> bool:
         """See `Copier.load`."""
         self._serving()
-        nothing = np.zeros(len(blocks), np.bool_)
         if not self._granted(run):
             self._load_late(blocks, run, skip, done)
             return False
@@ -174,11 +173,11 @@ class CudaCopier:
         try:
             flight = self._board(run)
             job = self._job(flight, blocks, run, skip)
-            if (job.reach == PAGEABLE).any():
+            if job.least == PAGEABLE:
                 log_once(logging.INFO, "a load takes longer: its memory is not pinned yet")
                 self._submit_slowly(flight, job, to_cache=True)
                 landed = None
-            elif (job.reach == DEVICE).all():
+            elif job.least == DEVICE:
                 # Not behind those that are on the bus.
                 pipe, lane = self._near, self._near_loads
                 self._submit(pipe, flight, job, to_cache=True)
@@ -193,7 +192,7 @@ class CudaCopier:
         except Exception as error:  # noqa: BLE001 - the boundary: fail this load
             _tell("load", error)
             if flight is None:
-                done(nothing)
+                done(np.zeros(len(blocks), np.bool_))
                 return False
             flight.failed, landed = True, None
             flight.submitted.set()
@@ -201,7 +200,7 @@ class CudaCopier:
             self._device.stream_wait_event(self._device.compute_stream(), flight.done)
             with self._guard:
                 self._early += 1
-            done(~nothing)
+            done(np.ones(len(blocks), np.bool_))
         places = (skip + np.arange(len(blocks))) // self._group_blocks
         lane.submit(lambda: self._loaded(pipe, flight, run, places, done, landed))
         return landed is not None
@@ -321,7 +320,7 @@ class CudaCopier:
             flight = self._board(run)
             flight.read = self._event()
             job = self._job(flight, flat, run, 0)
-            slowly = bool((job.reach == PAGEABLE).any())
+            slowly = job.least == PAGEABLE
             if slowly and not self._take_slow(flight, len(flat) * self._geometry.block_bytes):
                 self._leave(flight)
                 done(False)
@@ -409,19 +408,25 @@ class CudaCopier:
             raise
 
     def _job(self, flight: Flight, blocks: NDArray[np.int32], run: SlotRun, skip: int) -> Job:
-        addresses, reach = flight.held.places(self._shard)
-        return job_of(self._geometry, blocks, addresses, reach, skip, self._group_blocks)
+        held, shard, group = flight.held, self._shard, self._group_blocks
+        addresses, reach = held.places(shard)
+        return job_of(
+            self._geometry, blocks, addresses, reach, lambda: held.stretches(shard), skip, group
+        )
 
     @staticmethod
     def _submit(pipe: Pipe, flight: Flight, job: Job, *, to_cache: bool) -> None:
-        here = job.reach == DEVICE
-        if here.any() and not to_cache:
+        if job.most == DEVICE and not to_cache:
             raise ValueError("slots on the GPU are for reading only")
         pipe.begin(flight.begun)
-        if here.any():
+        if job.least == DEVICE:
+            pipe.device(job)
+        elif job.most == DEVICE:
+            here = job.reach == DEVICE
             pipe.device(job.part(here))
-        if not here.all():
             pipe.host(job.part(~here))
+        else:
+            pipe.host(job)
         if to_cache:
             pipe.end(flight.done)
         else:

@@ -12,6 +12,7 @@ elsewhere, Triton launches.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 from typing import Any, Final
@@ -28,7 +29,9 @@ from kvstore.cudart import CudaError
 
 __all__ = ["Mover"]
 
-_WARPS: Final = 8
+# Numbers that one program fetches, and its warps.
+_FETCHED: Final = 1024
+_FETCHING_WARPS: Final = 8
 _TYPES: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -70,33 +73,47 @@ def _move(  # type: ignore[no-untyped-def]  # noqa: ANN202
                 tl.store(target + at + lanes, value)
 
 
+@triton.jit(do_not_specialize=["first", "count"])  # type: ignore[untyped-decorator]
+def _fetch(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    host,  # noqa: ANN001
+    rows,  # noqa: ANN001
+    first,  # noqa: ANN001
+    count,  # noqa: ANN001
+    SIZE: tl.constexpr,
+):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = at < count
+    # The CPU has written it since the last kernel read it.
+    value = tl.load(host + first + at, mask=inside, volatile=True)
+    tl.store(rows + first + at, value, mask=inside)
+
+
 class Mover:
     """The kernel for one KV cache, and the rows that it works from.
 
     Attributes:
         anchor: address that all others are relative to.
-        rows_address: where rows are to be uploaded.
-        row_bytes: of one.
     """
 
-    row_bytes: Final = 16
-
-    def __init__(self, units: Units, device: Any, rows: int) -> None:
+    def __init__(self, units: Units, device: Any, rows: NDArray[np.int64]) -> None:
         """Upload the units.
 
         Args:
             units: of the KV cache; must have been cut for `anchor_of(device)`.
             device: torch device.
-            rows: room for so many.
+            rows: where they are written for the kernel, shape (n, 2): host memory that the device
+                reads.
         """
         self._units = units
+        self._shift = units.element.bit_length() - 1
         self._device = torch.device(device)
         self._anchor = _anchor(self._device).view(_TYPES[units.element])
         self.anchor = int(self._anchor.data_ptr())
         self._table = torch.from_numpy(units.relative_to(self.anchor)).to(self._device)
-        self._rows = torch.zeros((rows, 2), dtype=torch.int64, device=self._device)
-        self.rows_address = int(self._rows.data_ptr())
+        self._host = torch.from_numpy(rows)
+        self._rows = torch.zeros(rows.shape, dtype=torch.int64, device=self._device)
         self._launches: dict[bool, _Launch] = {}
+        self._launch_fetch: _Launch | None = None
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -109,12 +126,30 @@ class Mover:
         """
         rows = np.empty((len(blocks), 2), np.int64)
         rows[:, 0] = blocks
-        rows[:, 1] = (packed.astype(np.int64) - self.anchor) // self._units.element
+        rows[:, 1] = (packed.view(np.int64) - self.anchor) >> self._shift
         return rows
 
     def aligned(self, packed: NDArray[np.uint64]) -> bool:
         """Return whether the kernel can work on these addresses."""
-        return not (packed % np.uint64(self._units.alignment)).any()
+        return not (packed & np.uint64(self._units.alignment - 1)).any()
+
+    def fetch(self, first_row: int, rows: int, *, stream: int) -> None:
+        """Take rows over from host memory.
+
+        Args:
+            first_row: index of the first.
+            rows: how many.
+            stream: to run on.
+        """
+        first, count = 2 * first_row, 2 * rows
+        grid = max(1, -(-count // _FETCHED))
+        if self._launch_fetch is not None:
+            self._launch_fetch(grid, stream, first, count)
+            return
+        with self._on(stream):
+            _fetch[(grid,)](
+                self._host, self._rows, first, count, SIZE=_FETCHED, num_warps=_FETCHING_WARPS
+            )
 
     def move(
         self, first_row: int, rows: int, *, to_cache: bool, programs: int, stream: int
@@ -122,25 +157,30 @@ class Mover:
         """Move all blocks of some rows.
 
         Args:
-            first_row: index of the first, among those at `rows_address`.
+            first_row: index of the first, among those fetched.
             rows: how many.
             to_cache: from packed bytes to the KV cache; else the other way.
-            programs: how many work on it; about as many multiprocessors are busy.
+            programs: how many would work on long pieces; the shorter, the more do.
             stream: to run on.
         """
         count = len(self._units.table)
         items = rows * count
-        grid = max(1, min(programs, items))
+        grid = max(1, min(programs * self._units.smallness, items))
         launch = self._launches.get(to_cache)
         if launch is not None:
             launch(grid, stream, first_row, count, items)
             return
         arguments = (self._anchor, self._rows, self._table, first_row, count, items)
+        with self._on(stream):
+            _move[(grid,)](*arguments, **self._options(to_cache))
+
+    def _on(self, stream: int) -> contextlib.AbstractContextManager[object]:
         if self._device.type != "cuda":
-            _move[(grid,)](*arguments, **self._options(to_cache))
-            return
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self._device)):
-            _move[(grid,)](*arguments, **self._options(to_cache))
+            return contextlib.nullcontext()
+        on: contextlib.AbstractContextManager[object] = torch.cuda.stream(
+            torch.cuda.ExternalStream(stream, device=self._device)
+        )
+        return on
 
     def _options(self, to_cache: bool) -> dict[str, Any]:
         return {
@@ -148,36 +188,54 @@ class Mover:
             "CHUNK": self._units.chunk,
             "EVEN": self._units.even,
             "MASKED": self._units.masked,
-            "num_warps": _WARPS,
+            "num_warps": self._units.warps,
         }
 
     def warm_up(self, stream: int) -> None:
-        """Compile both directions, moving nothing."""
+        """Compile everything, moving nothing."""
+        self.fetch(0, 0, stream=stream)
         for to_cache in (False, True):
             self.move(0, 0, to_cache=to_cache, programs=1, stream=stream)
-            if self._device.type != "cuda":
-                continue
-            try:
-                launch = self._compiled(to_cache)
-                launch(1, stream, 0, len(self._units.table), 0)
-            except (AttributeError, OSError, TypeError, ValueError) as error:
-                log_once(logging.INFO, "kernels are launched by Triton, more slowly: %r", error)
-            else:
-                self._launches[to_cache] = launch
-
-    def _compiled(self, to_cache: bool) -> _Launch:
-        arguments = (self._anchor, self._rows, self._table, 0, len(self._units.table), 0)
-        kernel = _move.warmup(*arguments, grid=(1,), **self._options(to_cache))
-        if kernel.function is None:
-            kernel._init_handles()
-        pointers = (self.anchor, self.rows_address, int(self._table.data_ptr()))
-        return _Launch(int(kernel.function), int(kernel.metadata.shared), pointers)
+        if self._device.type != "cuda":
+            return
+        rows, table = int(self._rows.data_ptr()), int(self._table.data_ptr())
+        units = len(self._units.table)
+        try:
+            fetch = _Launch(
+                _fetch.warmup(
+                    self._host,
+                    self._rows,
+                    0,
+                    0,
+                    SIZE=_FETCHED,
+                    num_warps=_FETCHING_WARPS,
+                    grid=(1,),
+                ),
+                (int(self._host.data_ptr()), rows),
+                2,
+                _FETCHING_WARPS,
+            )
+            fetch(1, stream, 0, 0)
+            moves = {}
+            for to_cache in (False, True):
+                arguments = (self._anchor, self._rows, self._table, 0, units, 0)
+                kernel = _move.warmup(*arguments, grid=(1,), **self._options(to_cache))
+                moves[to_cache] = _Launch(kernel, (self.anchor, rows, table), 3, self._units.warps)
+                moves[to_cache](1, stream, 0, units, 0)
+        except (AttributeError, OSError, TypeError, ValueError) as error:
+            log_once(logging.INFO, "kernels are launched by Triton, more slowly: %r", error)
+        else:
+            self._launch_fetch, self._launches = fetch, moves
 
 
 class _Launch:
     """Launches one compiled kernel through the driver. One thread at a time."""
 
-    def __init__(self, function: int, shared_bytes: int, pointers: tuple[int, int, int]) -> None:
+    def __init__(self, kernel: Any, pointers: tuple[int, ...], numbers: int, warps: int) -> None:
+        self._threads = 32 * warps
+        if kernel.function is None:
+            kernel._init_handles()
+        self._function, self._shared = int(kernel.function), int(kernel.metadata.shared)
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._driver.cuLaunchKernel.argtypes = [
             ctypes.c_void_p,
@@ -186,9 +244,8 @@ class _Launch:
             ctypes.c_void_p,
             ctypes.c_void_p,
         ]
-        self._function, self._shared = function, shared_bytes
         self._pointers = [ctypes.c_uint64(pointer) for pointer in pointers]
-        self._numbers = [ctypes.c_int32() for _ in range(3)]
+        self._numbers = [ctypes.c_int32() for _ in range(numbers)]
         # Scratch memory that this kernel does not use; drivers read what the kernel declares.
         self._scratch = [ctypes.c_uint64() for _ in range(2)]
         values = [*self._pointers, *self._numbers, *self._scratch]
@@ -199,7 +256,7 @@ class _Launch:
         for value, number in zip(self._numbers, numbers, strict=True):
             value.value = number
         code = self._driver.cuLaunchKernel(
-            self._function, grid, 1, 1, 32 * _WARPS, 1, 1, self._shared, stream,
+            self._function, grid, 1, 1, self._threads, 1, 1, self._shared, stream,
             self._arguments, None,
         )  # fmt: skip
         if code:

@@ -5,21 +5,26 @@ while the next ones are on the bus, and the bus never waits for the next chunk t
 between the streams say when a buffer is full and when it is free again; recording an event anew is
 safe, because a wait refers to the record before it.
 
+Where only one of bus and kernels can work, at a store's begin and at a load's end, chunks are small.
+What kernels work from is fetched by a kernel too: DMA would queue behind what others copy.
+
 Not thread-safe: whoever submits holds the pipe for the whole copy.
 """
 
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
 from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.connectors.vllm.cuda.routes import Job, Route, pieces
+from kvstore.connectors.vllm.cuda.routes import LEAST_DMA_BYTES, Job, Route, pieces
 from kvstore.connectors.vllm.geometry import Geometry
 from kvstore.cudart import CudaError
 from kvstore.memory import copy_batch
@@ -35,9 +40,15 @@ _UPLOADS: Final = 16
 # How many programs a kernel is given. Between staging and KV cache a few keep up with the bus;
 # over the bus itself more must be in flight; within the GPU's memory all multiprocessors work.
 _RING_PROGRAMS: Final = 16
-_BUS_PROGRAMS: Final = 64
-# Pieces in one batch of DMA: the bus begins with the first while the next are submitted.
+_BUS_PROGRAMS: Final = 132
+# Pieces in one batch of DMA, in the first one and at most: the bus begins with the first while the
+# next are submitted.
+_FIRST_BATCH: Final = 8
 _BATCH: Final = 64
+# Of the chunk that the bus, or the last kernel, waits for.
+_FIRST_CHUNK_BYTES: Final = 16 << 20
+# Gathering and scattering for the bus takes few multiprocessors, but must not wait for others' work.
+_RING_PRIORITY: Final = -1
 _BOUNCE_THREADS: Final = 4
 
 
@@ -54,9 +65,6 @@ class Runtime(Protocol):
         """See `Cudart`."""
 
     def host_free(self, address: int) -> None:
-        """See `Cudart`."""
-
-    def memcpy_async(self, destination: int, source: int, length: int, stream: int) -> None:
         """See `Cudart`."""
 
     def memcpy_batch_async(
@@ -98,15 +106,14 @@ class Runtime(Protocol):
 class Mover(Protocol):
     """What a pipe needs of `kernels.Mover`."""
 
-    @property
-    def rows_address(self) -> int:
-        """Where rows are to be uploaded."""
-
     def encode(self, blocks: NDArray[np.int32], packed: U64) -> NDArray[np.int64]:
         """Return rows."""
 
     def aligned(self, packed: U64) -> bool:
         """Return whether the kernel can work on these addresses."""
+
+    def fetch(self, first_row: int, rows: int, *, stream: int) -> None:
+        """Take rows over from host memory."""
 
     def move(
         self, first_row: int, rows: int, *, to_cache: bool, programs: int, stream: int
@@ -146,13 +153,24 @@ class Bounce:
         self._cuda.host_free(self.address)
 
 
+def _ramp(count: int, first: int, most: int) -> list[int]:
+    """Return sizes that double from `first` up to `most` and add up to `count`."""
+    sizes: list[int] = []
+    size = min(first, most)
+    while count:
+        sizes.append(min(size, count))
+        count -= sizes[-1]
+        size = min(2 * size, most)
+    return sizes
+
+
 class Pipe:
     """Copies of one direction."""
 
     def __init__(
         self,
         cuda: Runtime,
-        make_mover: Callable[[int], Mover],
+        make_mover: Callable[[NDArray[np.int64]], Mover],
         geometry: Geometry,
         route: Route,
         *,
@@ -165,7 +183,7 @@ class Pipe:
 
         Args:
             cuda: the runtime.
-            make_mover: makes the kernel, with room for so many rows.
+            make_mover: makes the kernel, given pinned host memory for its rows.
             geometry: of the KV cache.
             route: for slots in host memory.
             to_cache: loads; else stores.
@@ -178,11 +196,15 @@ class Pipe:
         self._to_cache = to_cache
         self._route = Route.RING if bounce else route
         self._device_programs = device_programs
-        self._mover = make_mover(_ROWS * _UPLOADS)
-        self.kernels: Final = cuda.stream_create()
-        self.dma: Final = [cuda.stream_create() for _ in range(_BUFFERS)]
+        ring = self._route is Route.RING
+        self.kernels: Final = cuda.stream_create(_RING_PRIORITY if ring else 0)
+        streams = {Route.RING: _BUFFERS, Route.DMA: 1, Route.KERNEL: 0}
+        self.dma: Final = [cuda.stream_create() for _ in range(streams[self._route])]
+        # What the copy that is being submitted has put work on, and what it comes after.
+        self._used: dict[int, None] = {}
+        self._after = 0
         self._chunk_blocks = max(1, min(chunk_bytes // geometry.block_bytes, _ROWS))
-        self._ring = self._take_ring() if self._route is Route.RING else 0
+        self._ring = self._take_ring() if ring else 0
         buffer_bytes = self._chunk_blocks * geometry.block_bytes
         self._bounce = Bounce(cuda, buffer_bytes) if bounce else None
         self._down: deque[tuple[int, U64, U64]] = deque()
@@ -190,13 +212,14 @@ class Pipe:
         # Per buffer: the kernel is done with it; the bus is done with it.
         self._kernel_done = [cuda.event_create() for _ in range(_BUFFERS)]
         self._dma_done = [cuda.event_create() for _ in range(_BUFFERS)]
-        self._joined = [cuda.event_create() for _ in range(_BUFFERS)]
-        self._upload = 0
+        self._joined = [cuda.event_create() for _ in range(len(self.dma) + 1)]
+        self._upload_number = 0
         self._uploaded = [cuda.event_create() for _ in range(_UPLOADS)]
         self._rows_memory = cuda.host_alloc(_ROWS * _UPLOADS * 16)
         self._rows = np.ctypeslib.as_array(
             (ctypes.c_int64 * (_ROWS * _UPLOADS * 2)).from_address(self._rows_memory)
-        ).reshape(_UPLOADS, _ROWS, 2)
+        ).reshape(_ROWS * _UPLOADS, 2)
+        self._mover = make_mover(self._rows)
         self._mover.warm_up(self.kernels)
 
     def _take_ring(self) -> int:
@@ -211,9 +234,16 @@ class Pipe:
                 self._chunk_blocks //= 2
 
     def begin(self, after: int) -> None:
-        """Let everything submitted from now on wait for an event, on the GPU."""
-        for stream in (self.kernels, *self.dma):
-            self._cuda.stream_wait_event(stream, after)
+        """Begin a copy whose accesses to the KV cache wait for an event, on the GPU."""
+        self._used.clear()
+        self._after = after
+
+    def _use(self, stream: int) -> int:
+        """Return a stream that touches the KV cache, waiting for what the copy comes after."""
+        if stream not in self._used:
+            self._used[stream] = None
+            self._cuda.stream_wait_event(stream, self._after)
+        return stream
 
     def host(self, job: Job) -> None:
         """Copy between host slots and the KV cache."""
@@ -222,12 +252,7 @@ class Pipe:
         elif self._route is Route.KERNEL:
             self._by_kernel(job, _BUS_PROGRAMS)
         else:
-            geometry = self._geometry
-            cache = geometry.bases[0] + job.blocks.astype(np.uint64) * geometry.strides[0]
-            _, *found = pieces(cache, job.packed, job.slots, geometry.block_bytes)
-            for at in range(0, len(found[0]), _BATCH):
-                self._next = (self._next + 1) % _BUFFERS
-                self._copy([column[at : at + _BATCH] for column in found], self.dma[self._next])
+            self._by_dma(job)
 
     def device(self, job: Job) -> None:
         """Copy between slots in this GPU's memory and the KV cache."""
@@ -236,22 +261,19 @@ class Pipe:
     def end(self, done: int, read: int = 0) -> None:
         """Record that the copy is done, and for a store, that the KV cache has been read."""
         cuda = self._cuda
-        if not self._to_cache and self._route is not Route.DMA:
+        ring = self._route is Route.RING
+        if ring and read:
             # A later gather need not wait for this copy's DMA.
             cuda.event_record(read, self.kernels)
-            cuda.stream_wait_event(self.dma[0], read)
-            self._join(self.dma[1:], self.dma[0])
-            cuda.event_record(done, self.dma[0])
-            return
-        self._join(self.dma, self.kernels)
-        cuda.event_record(done, self.kernels)
-        if read:
-            cuda.event_record(read, self.kernels)
-
-    def _join(self, streams: Sequence[int], into: int) -> None:
-        for stream, event in zip(streams, self._joined, strict=False):
-            self._cuda.event_record(event, stream)
-            self._cuda.stream_wait_event(into, event)
+        # A load's kernels come after its DMA; a store's DMA, where there is any, after its kernels.
+        last = [s for s in self._used if not ring or (s == self.kernels) == self._to_cache]
+        into = last.pop() if last else self.kernels
+        for stream, event in zip(last, self._joined, strict=False):
+            cuda.event_record(event, stream)
+            cuda.stream_wait_event(into, event)
+        cuda.event_record(done, into)
+        if read and not ring:
+            cuda.event_record(read, into)
 
     def synchronize(self) -> None:
         """Wait until nothing is under way."""
@@ -279,65 +301,71 @@ class Pipe:
         to, of = (device, packed) if self._to_cache else (packed, device)
         self._cuda.memcpy_batch_async(to, of, lengths, stream)
 
-    def _uploads(
-        self, blocks: NDArray[np.int32], packed: U64, multiple: int = 1
-    ) -> Iterator[tuple[int, int, int]]:
-        """Upload rows, as many at a time as fit; yield the first row, begin, and end of each."""
-        cuda, most = self._cuda, _ROWS // multiple * multiple
-        for begin in range(0, len(blocks), most):
-            end = min(begin + most, len(blocks))
-            upload = self._upload % _UPLOADS
-            if self._upload >= _UPLOADS:
-                # Sixteen copies later its upload is over, unless the compute stream is far behind.
-                cuda.event_synchronize(self._uploaded[upload])
-            self._upload += 1
-            rows = self._rows[upload]
-            rows[: end - begin] = self._mover.encode(blocks[begin:end], packed[begin:end])
-            first = upload * _ROWS
-            cuda.memcpy_async(
-                self._mover.rows_address + first * 16,
-                self._rows_memory + first * 16,
-                (end - begin) * 16,
-                self.kernels,
-            )
-            cuda.event_record(self._uploaded[upload], self.kernels)
-            yield first, begin, end
+    def _upload(self, blocks: NDArray[np.int32], packed: U64) -> int:
+        """Upload rows, `_ROWS` at most; return the first one's number."""
+        slot = self._upload_number % _UPLOADS
+        if self._upload_number >= _UPLOADS:
+            # Sixteen copies later its upload is over, unless the compute stream is far behind.
+            self._cuda.event_synchronize(self._uploaded[slot])
+        self._upload_number += 1
+        first = slot * _ROWS
+        self._rows[first : first + len(blocks)] = self._mover.encode(blocks, packed)
+        self._mover.fetch(first, len(blocks), stream=self.kernels)
+        self._cuda.event_record(self._uploaded[slot], self.kernels)
+        return first
 
     def _by_kernel(self, job: Job, programs: int) -> None:
         if not self._mover.aligned(job.packed):
             raise ValueError("slots are not aligned as the KV cache is")
-        for first, begin, end in self._uploads(job.blocks, job.packed):
+        stream = self._use(self.kernels)
+        for begin in range(0, len(job), _ROWS):
+            blocks = job.blocks[begin : begin + _ROWS]
+            first = self._upload(blocks, job.packed[begin : begin + _ROWS])
             self._mover.move(
-                first,
-                end - begin,
-                to_cache=self._to_cache,
-                programs=programs,
-                stream=self.kernels,
+                first, len(blocks), to_cache=self._to_cache, programs=programs, stream=stream
             )
 
+    def _by_dma(self, job: Job) -> None:
+        geometry = self._geometry
+        cache = geometry.bases[0] + job.blocks.astype(np.uint64) * geometry.strides[0]
+        _, *found = pieces(cache, job.packed, job.stretches, geometry.block_bytes)
+        [dma] = self.dma
+        self._use(dma)
+        for begin, end in pairwise(
+            accumulate(_ramp(len(found[0]), _FIRST_BATCH, _BATCH), initial=0)
+        ):
+            self._copy([column[begin:end] for column in found], dma)
+
     def _through_ring(self, job: Job) -> None:
-        size, chunk, bounce = (
-            np.uint64(self._geometry.block_bytes),
-            self._chunk_blocks,
-            self._bounce,
-        )
-        # A copy that is no whole number of chunks ends early in its last buffer.
-        chunks, inside = np.divmod(np.arange(len(job)), chunk)
+        size, bounce = np.uint64(self._geometry.block_bytes), self._bounce
+        least = max(1, _FIRST_CHUNK_BYTES // self._geometry.block_bytes)
+        sizes = _ramp(len(job), least, self._chunk_blocks)
+        if self._to_cache:
+            sizes.reverse()
+        edges = [*accumulate(sizes, initial=0)]
+        chunks = np.repeat(np.arange(len(sizes)), sizes)
+        inside = np.arange(len(job)) - np.repeat(edges[:-1], sizes)
         buffers = (chunks + self._next) % _BUFFERS
-        places = (buffers * chunk + inside).astype(np.uint64) * size
+        places = (buffers * self._chunk_blocks + inside).astype(np.uint64) * size
         staged = np.uint64(self._ring) + places
         host = job.packed if bounce is None else np.uint64(bounce.address) + places
-        first, *found = pieces(staged, host, job.slots + chunks * len(job), int(size))
-        bounds = np.searchsorted(first, np.arange(0, len(job) + chunk, chunk)).tolist()
-        for row, begin, end in self._uploads(job.blocks, staged, chunk):
-            for at in range(begin, end, chunk):
-                number, stop = at // chunk, min(at + chunk, end)
-                mine = slice(bounds[number], bounds[number + 1])
-                part = [column[mine] for column in found]
-                buffer = (number + self._next) % _BUFFERS
-                slots = None if bounce is None else (host[at:stop], job.packed[at:stop])
-                self._chunk(buffer, row + at - begin, stop - at, part, slots)
-        self._next = (self._next + -(-len(job) // chunk)) % _BUFFERS
+        first, *found = pieces(staged, host, job.stretches, int(size), edges[:-1])
+        small = len(job) * int(size) < LEAST_DMA_BYTES * len(first)
+        if bounce is None and small and self._mover.aligned(job.packed):
+            self._by_kernel(job, _BUS_PROGRAMS)
+            return
+        bounds = np.searchsorted(first, edges).tolist()
+        self._use(self.kernels)
+        row = uploaded = 0
+        for number, (begin, end) in enumerate(pairwise(edges)):
+            if end > uploaded:
+                uploaded = edges[bisect_right(edges, begin + _ROWS) - 1]
+                row = self._upload(job.blocks[begin:uploaded], staged[begin:uploaded]) - begin
+            part = [column[bounds[number] : bounds[number + 1]] for column in found]
+            slots = None if bounce is None else (host[begin:end], job.packed[begin:end])
+            buffer = (number + self._next) % _BUFFERS
+            self._chunk(buffer, row + begin, end - begin, part, slots)
+        self._next = (self._next + len(sizes)) % _BUFFERS
         self._drain(0)
 
     def _drain(self, most: int) -> None:
@@ -365,6 +393,8 @@ class Pipe:
             bounced: for what is not pinned: addresses in the bounce buffer, and in slots.
         """
         cuda, dma = self._cuda, self.dma[buffer]
+        # The ring's DMA touches no KV cache: nothing to wait for.
+        self._used[dma] = None
         if self._to_cache:
             if bounced is not None and self._bounce is not None:
                 cuda.event_synchronize(self._dma_done[buffer])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -9,14 +10,19 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.attach.mapped import DEVICE, PINNED
 from kvstore.connectors.vllm.geometry import Geometry
 
-__all__ = ["Job", "Route", "job_of", "pieces", "route_of"]
+__all__ = ["LEAST_DMA_BYTES", "Job", "Route", "job_of", "pieces", "route_of"]
 
 U64 = NDArray[np.uint64]
 
+# Below this, pieces straight out of the KV cache cost more to submit than the ring's detour.
+_LEAST_STRAIGHT_BYTES: Final = 512 * 1024
 # Below this DMA is slower than a kernel that moves single vectors over the bus.
-_LEAST_DMA_BYTES: Final = 512 * 1024
+LEAST_DMA_BYTES: Final = 64 * 1024
+
+_NOTHING: Final = np.empty(0, np.int64)
 
 
 class Route(Enum):
@@ -34,25 +40,31 @@ class Job:
     Attributes:
         blocks: engine blocks.
         packed: address of each one's packed bytes in a slot.
-        slots: which of the copy's slots that is; one piece of DMA never crosses two, see
-            `kvstore.attach.mapped`.
+        stretches: one piece of DMA never crosses from one to another, see `Attachment`'s `Held`;
+            empty where all slots are on the device.
         reach: how a GPU gets at the slot.
+        least: the worst reach of all.
+        most: the best one.
     """
 
     blocks: NDArray[np.int32]
     packed: U64
-    slots: NDArray[np.int64]
+    stretches: NDArray[np.int64]
     reach: NDArray[np.uint8]
+    least: int
+    most: int
 
     def __len__(self) -> int:
         """Return how many blocks."""
         return len(self.blocks)
 
     def part(self, which: NDArray[np.bool_]) -> Job:
-        """Return some of it."""
-        if which.all():
-            return self
-        return Job(self.blocks[which], self.packed[which], self.slots[which], self.reach[which])
+        """Return some of it, all of the same reach."""
+        reach = self.reach[which]
+        least = most = int(reach[0])
+        return Job(
+            self.blocks[which], self.packed[which], self.stretches[which], reach, least, most
+        )
 
 
 def job_of(
@@ -60,6 +72,7 @@ def job_of(
     blocks: NDArray[np.int32],
     addresses: U64,
     reach: NDArray[np.uint8],
+    stretches: Callable[[], NDArray[np.int64]],
     skip: int,
     group_blocks: int,
 ) -> Job:
@@ -70,6 +83,7 @@ def job_of(
         blocks: engine blocks, shape (n,).
         addresses: of the slots that hold them, `group_blocks` in each.
         reach: of the slots.
+        stretches: returns those of the slots; not asked where all are on the device.
         skip: engine blocks of the first slot that come before `blocks[0]`.
         group_blocks: engine blocks per slot.
 
@@ -78,22 +92,35 @@ def job_of(
     """
     if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < geometry.blocks:
         raise IndexError(f"engine blocks are not all within 0 … {geometry.blocks - 1}")
-    slot, inside = np.divmod(np.arange(skip, skip + len(blocks)), group_blocks)
-    packed = addresses[slot] + inside.astype(np.uint64) * np.uint64(geometry.block_bytes)
-    return Job(blocks, packed, slot, reach[slot])
+    if group_blocks == 1:
+        slot: slice | NDArray[np.int64] = slice(skip, skip + len(blocks))
+        packed = addresses[slot]
+        if len(packed) < len(blocks):
+            raise IndexError(f"{len(blocks)} engine blocks want more than {len(packed)} slots")
+    else:
+        slot, inside = np.divmod(np.arange(skip, skip + len(blocks)), group_blocks)
+        packed = addresses[slot] + inside.astype(np.uint64) * np.uint64(geometry.block_bytes)
+    reach = reach[slot]
+    least, most = (int(reach.min()), int(reach.max())) if len(reach) else (PINNED, PINNED)
+    apart = _NOTHING if least == DEVICE else stretches()[slot]
+    return Job(blocks, packed, apart, reach, least, most)
 
 
 def route_of(geometry: Geometry, group_blocks: int) -> Route:
     """Choose how blocks of this shape travel between host slots and the KV cache."""
-    if len(geometry.bases) == 1 and geometry.block_bytes >= _LEAST_DMA_BYTES:
+    if len(geometry.bases) == 1 and geometry.block_bytes >= _LEAST_STRAIGHT_BYTES:
         return Route.DMA
-    if geometry.block_bytes * group_blocks >= _LEAST_DMA_BYTES:
+    if geometry.block_bytes * group_blocks >= LEAST_DMA_BYTES:
         return Route.RING
     return Route.KERNEL
 
 
 def pieces(
-    device: U64, packed: U64, apart: NDArray[np.int64], length: int
+    device: U64,
+    packed: U64,
+    apart: NDArray[np.int64],
+    length: int,
+    starts: Sequence[int] = (),
 ) -> tuple[NDArray[np.int64], U64, U64, U64]:
     """Merge neighbours that are adjacent on both sides.
 
@@ -102,6 +129,7 @@ def pieces(
         packed: addresses in slots, shape (n,).
         apart: where it differs, nothing is merged; shape (n,).
         length: bytes of each.
+        starts: where pieces begin in any case.
 
     Returns:
         Where each piece begins among the n, addresses on the GPU, addresses in slots, lengths;
@@ -114,6 +142,7 @@ def pieces(
         | (packed[:-1] + size != packed[1:])
         | (apart[:-1] != apart[1:])
     )
+    breaks[np.array(starts, np.intp)] = True
     first = np.flatnonzero(breaks)
     counts = np.empty(len(first), np.uint64)
     counts[:-1] = first[1:] - first[:-1]

@@ -15,7 +15,8 @@ __all__ = ["Units", "cut"]
 
 _UNIT_BYTES: Final = 64 * 1024
 # One step of a program: 64 bytes in flight per thread.
-_CHUNK_BYTES: Final = 16 * 1024
+_CHUNK_BYTES: Final = 32 * 1024
+_MOST_WARPS: Final = 16
 # Where lengths have a smaller common divisor, the last step of a unit is masked instead.
 _LEAST_WHOLE_BYTES: Final = 8 * 1024
 _VECTOR_BYTES: Final = 16
@@ -39,6 +40,16 @@ class Units:
     chunk: int
     masked: bool
     table: NDArray[np.uint64]
+
+    @property
+    def warps(self) -> int:
+        """How many warps move a step, 16 bytes a thread at least."""
+        return max(1, min(_MOST_WARPS, self.chunk * self.element // (32 * _VECTOR_BYTES)))
+
+    @property
+    def smallness(self) -> int:
+        """How many programs move as much at a time as one whose steps are as long as can be."""
+        return max(1, _CHUNK_BYTES // (self.chunk * self.element))
 
     @property
     def alignment(self) -> int:

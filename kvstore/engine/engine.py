@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstore.engine.adoption import snapshot
 from kvstore.engine.assembly import Assembly
@@ -39,6 +39,10 @@ __all__ = ["Engine"]
 log = logging.getLogger(__name__)
 
 
+# Of the pool, what is taken from the system when a space is opened.
+_FIRST_PART: Final = 16
+
+
 class Engine(Assembly):
     """One daemon's state, and the calls on it."""
 
@@ -60,7 +64,9 @@ class Engine(Assembly):
             record = await self._store_thread.run(self.store.put_space, spec)
             # Another call may have been faster while this one waited.
             space = self.index.spaces.setdefault(space_id, SpaceIndex(space_id, spec, record.epoch))
-        self.host.want(space.shape, 1)
+        # The first prompts come soon, and faster than memory is taken from the system.
+        begin = capacity // _FIRST_PART // space.shape.block_bytes
+        self.host.want(space.shape, max(1, begin))
         return space
 
     def space(self, space_id: bytes, epoch: int) -> SpaceIndex:

@@ -326,6 +326,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--turns", type=int, default=20, help="of the cost part; 0: none")
     parser.add_argument("--storm", type=int, default=200, help="requests of the storm")
+    parser.add_argument("--storms", action="append", help="only these of storm's")
     parser.add_argument("--pool-gib", type=float, default=24)
     parser.add_argument("--gpu-pool-gib", type=float, default=12)
     parser.add_argument("--kv-gb", type=float, default=11)

@@ -103,6 +103,8 @@ def part_storm(run: Run) -> None:
         for name, problem in fleet.failed.items():
             run.put("failed", f"storm/{name}", problem)
         for name, storm in _storms(run).items():
+            if name not in (arguments.storms or [name]):
+                continue
             with run.step(f"storm/{name}"):
                 run.put("storm", name, _storm(run, fleet, started, storm))
         found = {

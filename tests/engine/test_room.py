@@ -40,6 +40,18 @@ def test_a_pool_that_gets_no_memory_for_now_refuses_no_space(
     make_world(disk_blocks=0).run(story)
 
 
+def test_opening_a_space_takes_a_part_of_the_pool_ahead_of_the_first_prompt(
+    make_world: Make,
+) -> None:
+    async def story(world: World) -> None:
+        await until(lambda: world.host.free_blocks(world.space.shape) >= 400 // 16)
+        await until(lambda: not world.host.allocating)
+        # Not all of it: most daemons never need all.
+        assert world.host.room_blocks(world.space.shape) > 300
+
+    make_world(host_blocks=400, disk_blocks=0).run(story)
+
+
 @pytest.mark.parametrize(("disk_blocks", "least", "most"), [(8, 12, 12), (24, 24, 36)])
 def test_a_chain_longer_than_host_and_disk_keeps_its_head_and_hears_so_at_once(
     make_world: Make, disk_blocks: int, least: int, most: int

@@ -214,6 +214,20 @@ class Mapping:
             return False
         raise OSError(errors[0], f"populating memory: {os.strerror(errors[0])}")
 
+    def fault_in(self, start: int, length: int) -> None:
+        """Fill the page tables of a part; the file has all its pages. Without the GIL.
+
+        Args:
+            start: offset, of a page.
+            length: bytes.
+
+        Raises:
+            OSError: no memory (ENOMEM).
+        """
+        number = self._populate(start, length, reserved=True)
+        if number:
+            raise OSError(number, f"populating memory: {os.strerror(number)}")
+
     def _populate(self, start: int, length: int, reserved: bool) -> int:
         """Return 0 or the error number; EINVAL means that the kernel is too old."""
         while (number := self._advise(start, length, _MADV_POPULATE_WRITE)) in (

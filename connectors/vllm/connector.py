@@ -77,7 +77,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 client = factory(settings.target or None, name="vllm-scheduler")
                 switch = Switch(str(getattr(transfer, "engine_id", "")))
                 self._scheduler = SchedulerSide(settings, engine, client, enabled=switch.on)
-                _ = client.attachment  # begin to attach
+                # Begin to attach. Nothing is copied in the scheduler's half.
+                client.attachment.rest(True)
             else:
                 self._worker = self._make_worker(settings, engine, factory)
         except KVStoreError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -28,6 +29,9 @@ __all__ = ["ATTACH_SECONDS", "Copier", "CpuCopier", "Lane", "SlotRun"]
 
 # How much later than the scheduler a worker may find a daemon that was restarted.
 ATTACH_SECONDS: Final = 2.0
+# How long a store waits before it copies. The step that computed its blocks is not over: tokens
+# are still to be sampled and handed out, on the same processors.
+_LAG_SECONDS: Final = 0.02
 
 U64 = NDArray[np.uint64]
 
@@ -137,13 +141,21 @@ class Lane:
 
 
 class _Reading:
-    """Blocks that a store reads until `over`."""
+    """Blocks that a store reads until `over`; somebody waits for that once it is `wanted`."""
 
-    __slots__ = ("blocks", "over")
+    __slots__ = ("begin_at", "blocks", "over", "wanted")
 
     def __init__(self, blocks: list[int]) -> None:
         self.blocks = blocks
+        self.begin_at = time.monotonic() + _LAG_SECONDS
+        self.wanted = threading.Event()
         self.over = threading.Event()
+
+    def wait_turn(self) -> None:
+        """Let the step end first, unless somebody waits."""
+        left = self.begin_at - time.monotonic()
+        if left > 0:
+            self.wanted.wait(left)
 
 
 class CpuCopier:
@@ -212,6 +224,7 @@ class CpuCopier:
             self._reading[block] = reading
 
         def copy() -> None:
+            reading.wait_turn()
             copied = self._store(blocks, run)
             reading.over.set()
             done(copied)
@@ -225,9 +238,17 @@ class CpuCopier:
         if not self._reading:
             return
         wanted = list(self._reading) if blocks is None else blocks.tolist()
-        for reading in {r for block in wanted if (r := self._reading.get(block))}:
+        read = {r for block in wanted if (r := self._reading.get(block))}
+        if read:
+            self._hurry()
+        for reading in read:
             reading.over.wait()
             self._forget(reading)
+
+    def _hurry(self) -> None:
+        """Let no store lag: they are copied in order, so those before a wanted one as well."""
+        for reading in set(self._reading.values()):
+            reading.wanted.set()
 
     def _forget(self, reading: _Reading) -> None:
         for block in reading.blocks:
@@ -256,5 +277,6 @@ class CpuCopier:
 
     def close(self) -> None:
         """See `Copier.close`."""
+        self._hurry()
         self._loads.close()
         self._stores.close()

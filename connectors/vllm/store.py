@@ -157,6 +157,9 @@ class Attachment(Protocol):
     def use_devices(self, uuids: Sequence[str], pins: Any = None) -> None:
         """Say whose device memory leases may name; have slabs pinned by `pins`."""
 
+    def rest(self, resting: bool) -> None:
+        """Let background work on mapped memory wait, or go on."""
+
     def wait_active(self, timeout_s: float) -> bool:
         """Wait until attached; return whether it is."""
 

@@ -81,6 +81,8 @@ class WorkerSide:
         self._copier: Copier | None = None
         self._committer: Committer | None = None
         self._block_bytes = 0
+        # Steps are computed by this machine's processors.
+        self._computes_here = False
         self._meta: StepMeta | None = None
         self._prepared = self._loaded = self._submitted = 0
         self._delayed: list[Store] = []
@@ -130,6 +132,7 @@ class WorkerSide:
         attachment, group_blocks = self._client.attachment, self._engine.group_blocks
         if tensor.device.type == "cpu":
             self._copier = CpuCopier(geometry, attachment, self._shard, group_blocks)
+            self._computes_here = True
             return ""
         from kvstore.connectors.vllm.cuda import make_copier
 
@@ -178,6 +181,8 @@ class WorkerSide:
         if meta.step <= self._prepared:
             return
         self._prepared = meta.step
+        if self._computes_here:
+            self._client.attachment.rest(not meta.idle)
         # Draft passes of the last step have written their part by now.
         delayed, self._delayed = self._delayed, []
         for store in delayed:
@@ -229,6 +234,8 @@ class WorkerSide:
         meta = self._meta
         if meta is not None and meta.step > self._submitted:
             self._submitted = meta.step
+            if self._computes_here:
+                self._client.attachment.rest(False)
             if self._engine.delayed_stores:
                 self._delayed += meta.stores
             else:

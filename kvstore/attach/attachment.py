@@ -21,6 +21,7 @@ from kvstore.address import machine_id
 from kvstore.attach.calls import Calls
 from kvstore.attach.incarnation import Incarnation
 from kvstore.attach.mapped import Pins
+from kvstore.attach.prefault import Rest
 from kvstore.attach.upstream import UpStream
 from kvstore.attach.usage import UsageLog
 from kvstore.errors import AttachmentLost, DeadlineExceeded, KVStoreError, ServerUnavailable
@@ -91,6 +92,7 @@ class Attachment(Calls):
         self._on_grant_revoked: list[Callable[[int, int], None]] = []
         self._devices: tuple[str, ...] = ()
         self._pins: Pins | None = None
+        self._rest = Rest()
 
     def start(self) -> None:
         """Begin to attach, in the background. Idempotent."""
@@ -280,6 +282,13 @@ class Attachment(Calls):
         current = self._current
         return current is not None and current.slabs.wait_filled(timeout_s)
 
+    def rest(self, resting: bool) -> None:
+        """Let background work on mapped memory wait while this process needs its processors.
+
+        Copies do not depend on it, they only become faster; whoever copies nothing rests for good.
+        """
+        self._rest.set(resting)
+
     def on_grant_revoked(self, callback: Callable[[int, int], None]) -> None:
         """Call `callback(owner_id, grant_id)` when a grant's owner is gone.
 
@@ -310,7 +319,7 @@ class Attachment(Calls):
         told: tuple[str, ...],
     ) -> bool:
         """Become an incarnation; return False to attach again without mapping."""
-        current = Incarnation(boot_id, attached, up)
+        current = Incarnation(boot_id, attached, up, self._rest)
         if mapping:
             try:
                 current.take_lock(attached.control_path, attached.lock_offset)

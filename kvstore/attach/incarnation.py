@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvstore.attach.lease import Lease
+from kvstore.attach.prefault import Rest
 from kvstore.attach.slabs import SlabTable
 from kvstore.attach.upstream import UpStream
 from kvstore.errors import AttachmentLost
@@ -35,14 +36,14 @@ class Incarnation:
         mappable: memory may be mapped.
     """
 
-    def __init__(self, boot_id: bytes, attached: pb.Attached, up: UpStream) -> None:
-        """Start without a lock."""
+    def __init__(self, boot_id: bytes, attached: pb.Attached, up: UpStream, rest: Rest) -> None:
+        """Start without a lock; `rest` says when page tables are filled ahead."""
         self.boot_id = boot_id
         self.id: int = attached.attachment_id
         self.lease_cap_bytes: int = attached.lease_cap_bytes
         self.active = False
         self.mappable = False
-        self.slabs = SlabTable(self._acknowledge)
+        self.slabs = SlabTable(self._acknowledge, rest=rest)
         self._up = up
         self._lock_fd = -1
         self._guard = threading.Lock()

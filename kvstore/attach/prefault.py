@@ -3,6 +3,11 @@
 The daemon's pages are there; this process's page tables are not. A copy that meets an unmapped
 page takes a fault for every 4 KiB: 128 MiB took 22 ms instead of 8 to write. Filling a slab's
 tables at once takes less than those faults, and no copy waits for it.
+
+That is worth nothing to whoever copies nothing, and costs more than it saves while all processors
+compute: a thread of an engine that loses its processor for a few milliseconds makes all the others
+wait for it. So `Rest` says when to work, and work is done in small pieces: between them a
+slab may be unmapped, and who begins to compute waits for nobody.
 """
 
 from __future__ import annotations
@@ -15,13 +20,52 @@ from typing import Final
 
 from kvstore.units import GIB
 
-__all__ = ["Prefaulter"]
+__all__ = ["Prefaulter", "Rest"]
 
 # Page tables cost 2 MiB a GiB, and a start should not burn seconds of CPU for a pool of which
 # little will be used: beyond this, slabs are filled once they are used.
 _EAGER_BYTES: Final = 8 * GIB
 # Share of the time that the thread works: it competes with the engine's start.
 _DUTY: Final = 0.5
+# Between two steps of an engine there is no time for anything else.
+_LULL_SECONDS: Final = 0.02
+
+
+class Rest:
+    """Whether background work rests, because this process computes or needs none of it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Let it work."""
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._resting = False
+        self._until = 0.0
+
+    def set(self, resting: bool) -> None:
+        """Begin to rest, or end it; work goes on a moment later. Any thread."""
+        if resting == self._resting:
+            return
+        with self._changed:
+            self._resting = resting
+            self._until = self._clock() + _LULL_SECONDS
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let those who wait look at their `ended` again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait(self, ended: Callable[[], bool]) -> None:
+        """Return when there may be work, or when `ended`."""
+        with self._changed:
+            while not ended():
+                left = self._until - self._clock()
+                if self._resting:
+                    self._changed.wait()
+                elif left > 0:
+                    self._changed.wait(left)
+                else:
+                    return
 
 
 class Prefaulter:
@@ -31,14 +75,17 @@ class Prefaulter:
         threads: at most so many.
     """
 
-    def __init__(self, fill: Callable[[int, int], bool]) -> None:
+    def __init__(self, fill: Callable[[int, int, int], int], rest: Rest | None = None) -> None:
         """Start nothing yet.
 
         Args:
-            fill: maps and fills one slab (group, shard); blocks, without the GIL; does nothing
-                when the slab is gone. Returns whether to rest afterwards.
+            fill: maps one slab (group, shard) and fills a piece of it, from an offset on; blocks,
+                without the GIL. Returns the offset of the next piece; 0 when there is none, or
+                the slab is gone.
+            rest: says when to work; None: always.
         """
         self._fill = fill
+        self._rest = rest or Rest()
         self._waiting: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._seen: set[tuple[int, int]] = set()
         self._bytes = 0
@@ -80,6 +127,7 @@ class Prefaulter:
             self._changed.notify_all()
         for _ in range(self._running):
             self._waiting.put(None)
+        self._rest.wake()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is left to fill; return whether that is so. Any thread."""
@@ -88,10 +136,20 @@ class Prefaulter:
 
     def _run(self) -> None:
         while (place := self._waiting.get()) is not None and not self._ended:
-            began = time.monotonic()
-            rest = self._fill(*place)
+            self._fill_all(*place)
             with self._changed:
                 self._open -= 1
                 self._changed.notify_all()
-            if rest:
-                time.sleep((time.monotonic() - began) * (1 / _DUTY - 1))
+
+    def _fill_all(self, group: int, shard: int) -> None:
+        """Fill a slab piece by piece, when there is time for it."""
+        at = 0
+        while True:
+            self._rest.wait(lambda: self._ended)
+            if self._ended:
+                return
+            began = time.monotonic()
+            at = self._fill(group, shard, at)
+            if not at:
+                return
+            time.sleep((time.monotonic() - began) * (1 / _DUTY - 1))

@@ -21,10 +21,11 @@ import numpy as np
 
 from kvstore.attach.located import Located, SlabArrays
 from kvstore.attach.mapped import DeviceMemory, MappedSlab, Pins, map_slab
-from kvstore.attach.prefault import Prefaulter
+from kvstore.attach.prefault import Prefaulter, Rest
 from kvstore.cudart import CudaError
 from kvstore.errors import AttachmentLost
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.units import MIB
 from kvstore.wire import SlotArray
 
 __all__ = ["SlabTable"]
@@ -35,19 +36,25 @@ _log: Final = logging.getLogger(__name__)
 _ANNOUNCEMENT_SECONDS: Final = 1.0
 # An engine that starts beside a daemon with a full pool is asked for it seconds later.
 _PINNING_THREADS: Final = 4
+# Of page tables filled at once: half a millisecond, in which nobody can map or unmap anything.
+_FILL_BYTES: Final = 2 * MIB
 
 
 class SlabTable:
     """All slabs of one attachment. Every method may be called from any thread."""
 
     def __init__(
-        self, acknowledge: Callable[[list[int]], None], device: DeviceMemory | None = None
+        self,
+        acknowledge: Callable[[list[int]], None],
+        device: DeviceMemory | None = None,
+        rest: Rest | None = None,
     ) -> None:
         """Start empty.
 
         Args:
             acknowledge: tells the daemon that groups are unmapped; must not block.
             device: opens the daemon's device memory.
+            rest: says when page tables are filled ahead; None: always.
         """
         self._device = device or DeviceMemory()
         self._pins: Pins | None = None
@@ -63,7 +70,7 @@ class SlabTable:
         self._retired: set[int] = set()
         self._ended: str = ""
         self._when_idle: Callable[[], None] | None = None
-        self._prefaulter = Prefaulter(self._fill)
+        self._prefaulter = Prefaulter(self._fill, rest)
 
     def announce(self, slab: pb.Slab) -> None:
         """Take note of a slab; it is mapped when it is first needed, or a little before."""
@@ -210,29 +217,40 @@ class SlabTable:
             self._prefaulter.used(group, shard, slab.mapping.length)
             return slab
 
-    def _fill(self, group: int, shard: int) -> bool:
-        """Pin a slab or fill its page tables; counts as a copy, so it is not unmapped meanwhile.
+    def _fill(self, group: int, shard: int, start: int) -> int:
+        """Pin a slab, or fill a piece of its page tables.
+
+        Counts as a copy, so that it is not unmapped meanwhile.
+
+        Args:
+            group: of the slab.
+            shard: of the slab.
+            start: offset of the piece.
 
         Returns:
-            Whether it took its time without resting.
+            Where the next piece begins; 0 when this was the last, or the slab is gone.
         """
-        pins = self._pins
+        pins, after = self._pins, 0
         try:
             use = self.use([group])
         except AttachmentLost:
-            return False
+            return 0
         try:
             slab = self.slab(group, shard)
-            if not slab.device_uuid:
-                # Before pinning too: who pins holds up the GPU, who fills page tables does not.
-                slab.mapping.populate()
             if pins is not None:
+                if not slab.device_uuid:
+                    # First: who pins holds up the GPU, who fills page tables does not.
+                    slab.mapping.populate()
                 slab.pin(pins, self._pinned_some)
+            elif not slab.device_uuid:
+                length = min(_FILL_BYTES, slab.mapping.length - start)
+                slab.mapping.fault_in(start, length)
+                after = (start + length) % slab.mapping.length
         except (AttachmentLost, OSError) as error:
             _log.debug("slab %d of shard %d: %s", group, shard, error)
         finally:
             self.unuse(use)
-        return pins is None
+        return after
 
     def _pinned_some(self) -> None:
         with self._changed:

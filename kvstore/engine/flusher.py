@@ -32,7 +32,7 @@ from kvstore.engine.disk_records import DiskRecords, record_of
 from kvstore.engine.disk_room import DiskRoom
 from kvstore.engine.group_writer import GROUP_BYTES, Group, GroupWriter, group_limit
 from kvstore.engine.refused import RefusedBlocks
-from kvstore.engine.room import Signal
+from kvstore.engine.wake import Signal
 from kvstore.errors import TierError
 from kvstore.index import Block, Flush
 from kvstore.tiers.base import Outcome, Slot

@@ -25,7 +25,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from kvstore.engine.room import Signal
+from kvstore.engine.wake import Signal
 from kvstore.errors import Busy, InvalidRequest, KVStoreError
 from kvstore.tiers.base import Outcome, Slot, Transfer
 from kvstore.tiers.digests import digest_shards

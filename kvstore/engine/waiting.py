@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from kvstore.engine.room import Signal
+from kvstore.engine.wake import Signal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore.attach import Held, Lease
+from kvstore.attach.prefault import Rest
 from kvstore.attach.slabs import SlabTable
 from kvstore.attach.upstream import UpStream
 from kvstore.attach.usage import UsageLog
@@ -100,9 +101,9 @@ def test_callbacks_hear_changes_and_late_ones_hear_the_state() -> None:
 class Slabs:
     """A table with one slab of 8 slots for each of two groups."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, rest: Rest | None = None) -> None:
         self.acknowledged: list[int] = []
-        self.table = SlabTable(self.acknowledged.extend)
+        self.table = SlabTable(self.acknowledged.extend, rest=rest)
         self.files = {group: directory / f"slab{group}" for group in (1, 2)}
         for group, path in self.files.items():
             data = np.zeros(SLOT * 9, np.uint8)
@@ -217,6 +218,42 @@ def test_a_truncated_slab_is_refused_before_it_kills_the_process(slabs: Slabs) -
         pytest.raises(AttachmentLost, match="shorter"),
     ):
         held.addresses(0)
+
+
+def filled(slabs: Slabs, group: int) -> bool:
+    """Whether this process's page tables have every page of a slab."""
+    _, _, after = Path("/proc/self/smaps").read_text().partition(str(slabs.files[group]))
+    sizes = dict(line.split(":", 1) for line in after.splitlines()[1:23] if ":" in line)
+    return bool(sizes) and sizes["Rss"].strip() == sizes["Size"].strip()
+
+
+def test_page_tables_are_filled_once_nobody_computes(
+    tmp_path: Path, until: Callable[..., None]
+) -> None:
+    rest = Rest()
+    rest.set(True)
+    slabs = Slabs(tmp_path, rest)
+    # A copy needs one of the slabs all the same.
+    with Held(slabs.table, slots_of(0)) as held:
+        held.addresses(0)
+        assert not filled(slabs, 1)
+        # Nothing is held by the thread that would fill them.
+        slabs.table.retire([2])
+        until(lambda: slabs.acknowledged == [2])
+        rest.set(False)
+        until(lambda: filled(slabs, 1))
+
+
+def test_a_table_that_ends_leaves_no_thread_that_rests(
+    tmp_path: Path, until: Callable[..., None]
+) -> None:
+    rest = Rest()
+    rest.set(True)
+    before = set(threading.enumerate())
+    slabs = Slabs(tmp_path, rest)
+    assert [t.name for t in threading.enumerate() if t not in before] == ["kvstore-prefault"]
+    slabs.table.end("over", lambda: None)
+    until(lambda: not [t for t in threading.enumerate() if t not in before])
 
 
 def test_heartbeats_come_between_messages_and_end_with_the_stream() -> None:

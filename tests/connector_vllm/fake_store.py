@@ -324,6 +324,7 @@ class FakeAttachment:
         self._number = number
         self.joined = True
         self.unmappable = False
+        self.resting: list[bool] = []
 
     @property
     def alive(self) -> bool:
@@ -343,6 +344,10 @@ class FakeAttachment:
 
     def use_devices(self, uuids: Sequence[str], pins: Any = None) -> None:
         pass
+
+    def rest(self, resting: bool) -> None:
+        if not self.resting or self.resting[-1] != resting:
+            self.resting.append(resting)
 
     def wait_active(self, timeout_s: float) -> bool:
         return self.alive

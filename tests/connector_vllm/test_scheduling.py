@@ -11,7 +11,7 @@ import pytest
 from fake_store import FakeDaemon
 from mini_engine import BLOCK, MiniEngine
 
-from kvstore.connectors.vllm import guard
+from kvstore.connectors.vllm import copier, guard
 from kvstore.connectors.vllm.settings import Settings
 
 GROUP = 2
@@ -544,4 +544,44 @@ def test_any_mixture_keeps_every_byte_right(seed: int) -> None:
         engine.run()
         assert sorted(engine.free) == list(range(1, engine.blocks))
         engine.close()
+    quiet(daemon)
+
+
+def test_background_work_rests_while_a_step_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = MiniEngine(FakeDaemon())
+    attachment: Any = engine.ranks[0].worker._client.attachment
+    resting: list[bool] = []
+    forward = engine._forward
+
+    def watched(rank: int, scheduled: dict[str, int]) -> None:
+        if scheduled:
+            resting.append(attachment.resting[-1])
+        forward(rank, scheduled)
+
+    monkeypatch.setattr(engine, "_forward", watched)
+    engine.run(engine.add(list(range(48)), 2))
+    assert resting
+    assert all(resting)
+    assert attachment.resting[-1] is False
+    engine.close()
+
+
+def test_a_store_lags_behind_its_step_until_somebody_needs_the_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first token must not share the processors with the copies of its prompt."""
+    monkeypatch.setattr(copier, "_LAG_SECONDS", 3600.0)
+    daemon = FakeDaemon()
+    engine = MiniEngine(daemon, blocks=17)
+    first, second = prompt(48, 1), prompt(48, 2)
+    engine.finish(engine.add(first, 1))
+    assert engine.planned == 6
+    assert not daemon.commits
+    # The blocks get new owners: what they hold is copied before it is overwritten.
+    engine.finish(engine.add(second, 1))
+    engine.close()
+    other = MiniEngine(daemon)
+    other.run(other.add([*first, 0], 1), other.add([*second, 0], 1))
+    assert other.loaded_tokens == 96
+    other.close()
     quiet(daemon)

@@ -55,7 +55,8 @@ class Block:
         uses: how often it was leased or streamed.
         unchecked: the host copy was adopted from an earlier daemon, and its bytes were not compared
             with the digests yet: present, but not to be read.
-        queued: in which tiers' eviction queues it has an entry, one bit a tier (`1 << tier`).
+        queued: in which tiers' eviction queues it has an entry, one bit a tier (`1 << tier`), and four
+            bits higher in which of its space's own queues.
         dead: it left the index while something still held a copy; slots are freed at the last
             release.
     """

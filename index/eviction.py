@@ -17,6 +17,7 @@ tier by itself, prefix-closed.
 The queue is a heap with at most one entry per block. Touching a block only raises its sequence
 number: a popped entry with an old number goes back with the new one, so a touch costs one store.
 A popped block that may not leave is dropped and offered again by whoever removes the obstacle.
+A space with limits has queues of its own beside those that all spaces share; a block may be in both.
 Entries of blocks that left some other way stay until they surface, or until they are half of the
 heap: then it is swept.
 """
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["EvictionQueue", "disk_evictable", "gpu_evictable", "host_evictable"]
 
 _SWEEP_AT_LEAST: Final = 1024
+# Where in `Block.queued` the bits of a space's own queues begin.
+_OWN: Final = 4
 
 
 def host_evictable(block: Block) -> bool:
@@ -78,13 +81,13 @@ _MAY_LEAVE: Final[dict[TierName, Callable[[Block], bool]]] = {
 
 
 class EvictionQueue:
-    """Blocks of one tier and shape, coldest first."""
+    """Blocks of one tier and shape, or of one tier and space, coldest first."""
 
     __slots__ = ("_bit", "_heap", "_may_leave", "_sweep_at")
 
-    def __init__(self, tier: TierName) -> None:
-        """Make an empty queue for a tier."""
-        self._bit = 1 << tier
+    def __init__(self, tier: TierName, *, own: bool = False) -> None:
+        """Make an empty queue for a tier; `own`: for the blocks of one space."""
+        self._bit = 1 << (tier + _OWN if own else tier)
         self._may_leave = _MAY_LEAVE[tier]
         self._heap: list[tuple[int, int, Block]] = []
         self._sweep_at = _SWEEP_AT_LEAST
@@ -127,8 +130,21 @@ class EvictionQueue:
 
     def peek(self) -> Block | None:
         """Return the coldest block that may leave, without removing it."""
+        self.settle(len(self._heap) * 2 + 1)
+        return self._heap[0][2] if self._heap else None
+
+    def settle(self, steps: int) -> bool:
+        """Bring the coldest block that may leave to the front, or empty the queue.
+
+        Args:
+            steps: entries dealt with at most. Each is dealt with twice at most, as long as nobody
+                touches or holds blocks meanwhile.
+
+        Returns:
+            Whether it is done: `peek` is fast.
+        """
         heap = self._heap
-        while heap:
+        while heap and steps > 0:
             sequence, _, block = heap[0]
             if not self._may_leave(block):
                 heapq.heappop(heap)
@@ -136,8 +152,9 @@ class EvictionQueue:
             elif block.sequence != sequence:
                 heapq.heapreplace(heap, (block.sequence, id(block), block))
             else:
-                return block
-        return None
+                return True
+            steps -= 1
+        return not heap
 
     def pop(self) -> Block | None:
         """Remove and return the coldest block that may leave; None when there is none.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Ghost", "GhostList", "Pressure"]
 
-Cause = Literal["evicted", "corrupt", "io_error", "epoch"]
+Cause = Literal["evicted", "expired", "corrupt", "io_error", "epoch"]
 
 
 class Pressure(StrEnum):
@@ -22,22 +22,27 @@ class Pressure(StrEnum):
     OTHER_SIZE = "its memory was given to blocks of another size"
     RESIZE = "the tier was made smaller"
     REQUEST = "somebody asked for its eviction"
+    QUOTA = "over the quota of its space"
+    EXPIRED = "not used for as long as its space keeps blocks"
 
 
 class Ghost(NamedTuple):
     """How a block went.
 
     Attributes:
-        cause: evicted, corrupt, io_error or epoch (the space's epoch was bumped).
+        cause: evicted, expired (not used for too long), corrupt, io_error or epoch (the space's epoch
+            was bumped).
         tier: where its last copy was.
         unix_seconds: when.
         pressure: what an eviction was for.
+        unused_seconds: how long an expired one was not used, at least.
     """
 
     cause: Cause
     tier: TierName
     unix_seconds: float
     pressure: Pressure = Pressure.NONE
+    unused_seconds: float = 0.0
 
 
 class GhostList:

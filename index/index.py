@@ -67,6 +67,8 @@ class BlockIndex:
         )
         # Set whenever a disk copy becomes evictable: blocks refused for want of room may retry.
         self.disk_room_hint = False
+        # Whether any space has a quota on disk.
+        self.disk_quotas = False
         # References to copies that somebody uses now: they may leave later.
         self.gpu_held = self.host_held = self.disk_held = 0
 
@@ -292,11 +294,13 @@ class BlockIndex:
     def hold_gpu(self, block: Block) -> None:
         """Keep the GPU copy where it is, and the block with it, until `release_gpu`."""
         self.gpu_held += 1
+        block.space.held += 1
         block.gpu_refs += 1
 
     def release_gpu(self, block: Block) -> None:
         """Undo one `hold_gpu`."""
         self.gpu_held -= 1
+        block.space.held -= 1
         block.gpu_refs -= 1
         if block.gpu_refs == 0:
             if block.dead:
@@ -307,11 +311,13 @@ class BlockIndex:
     def hold_host(self, block: Block) -> None:
         """Keep the host copy where it is until `release_host`."""
         self.host_held += 1
+        block.space.held += 1
         block.host_refs += 1
 
     def release_host(self, block: Block) -> None:
         """Undo one `hold_host`."""
         self.host_held -= 1
+        block.space.held -= 1
         block.host_refs -= 1
         if block.host_refs == 0:
             if block.dead:
@@ -338,13 +344,18 @@ class BlockIndex:
         """Queue the block's copies for eviction where the rule lets them go."""
         if block.dead:
             return
-        shape = block.space.shape
+        space = block.space
+        shape = space.shape
         if block.gpu is not None:
             self._gpu_queues[shape].offer(block)
         if block.host is not None:
             self._host_queues[shape].offer(block)
         if block.disk is not None and self._disk_queues[shape].offer(block):
             self.disk_room_hint = True
+        if space.own is not None:
+            for tier, queue in space.own.items():
+                if block.slot(tier) is not None:
+                    queue.offer(block)
 
     def offer_key(self, space: SpaceIndex, key: bytes) -> None:
         """Offer a block by key, if it is there."""
@@ -460,7 +471,10 @@ class BlockIndex:
         if block.space.blocks.get(block.key) is block:
             block.unlink()
             del block.space.blocks[block.key]
-            ghost = Ghost(cause, tier, time.time(), pressure)
+            unused = 0.0
+            if pressure is Pressure.EXPIRED:
+                cause, unused = "expired", block.space.in_force.ttl_seconds or 0.0
+            ghost = Ghost(cause, tier, time.time(), pressure, unused)
             self.ghosts.add(block.space.id, block.key, ghost)
 
     def _free_dead(self, block: Block) -> None:

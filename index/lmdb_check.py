@@ -88,7 +88,9 @@ class _Walk:
 
     def _holds(self, name: bytes, key: bytes, value: bytes) -> bool:
         if name == records.META:
-            return key == records.FORMAT_KEY and records.check_format(value, str(self._env.path))
+            if key == records.FORMAT_KEY:
+                return records.format_version(value, str(self._env.path)) is not None
+            return key == records.USES_KEY and records.intact(b"", key, value)
         if name == records.SPACES:
             space_id = records.space_id_of(value)
             if len(key) != 4 or not records.intact(space_id, key, value):

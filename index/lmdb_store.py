@@ -1,4 +1,4 @@
-"""What survives the daemon, in LMDB: spaces and epochs, pins, and where each block on disk lies.
+"""What survives the daemon, in LMDB: spaces, epochs, pins, limits, where each block on disk lies.
 
 Files in the state directory:
 
@@ -48,10 +48,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
-from kvstore.errors import ConfigError, UnknownSpace
+from kvstore.errors import ConfigError
 from kvstore.index import records
 from kvstore.index.epoch_log import EpochLog, sync_directory
-from kvstore.index.lmdb_env import LmdbEnv, StoreDamaged
+from kvstore.index.lmdb_env import StoreDamaged
 from kvstore.index.lmdb_file import (
     DATA_NAME,
     break_seal,
@@ -59,15 +59,16 @@ from kvstore.index.lmdb_file import (
     write_seal,
 )
 from kvstore.index.lmdb_recovery import ENV_NAME, CheckResult, check_in_child, put_aside, renew
+from kvstore.index.lmdb_settings import StoredSettings
 from kvstore.mounts import network_filesystem
 from kvstore.syncpoint import reach
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvstore.index.lmdb_env import Txn
-    from kvstore.index.records import BlockRecord, PinRecord, SpaceRecord
+    from kvstore.index.records import BlockRecord, SpaceRecord
     from kvstore.space import SpaceSpec
 
 __all__ = ["CheckResult", "LoadResult", "MetaStore", "StoreDamaged", "check_in_child"]
@@ -92,7 +93,7 @@ class LoadResult:
     damaged: int
 
 
-class MetaStore:
+class MetaStore(StoredSettings):
     """The open store.
 
     Threads: any; calls take turns and block on the disk. The daemon uses one thread for them.
@@ -100,18 +101,13 @@ class MetaStore:
 
     Attributes:
         was_clean: the store was new, or was closed in order and not touched since.
-        damaged: records skipped so far by `open`, `pins` and `load_blocks`.
     """
 
     def __init__(self, path: Path, was_clean: bool, epochs: EpochLog) -> None:
         """Use `MetaStore.open` or `MetaStore.open_or_reset`."""
-        self._directory = path / ENV_NAME
+        super().__init__(path / ENV_NAME)
         self._epochs = epochs
-        self._env = LmdbEnv(self._directory)
-        self._spaces: dict[bytes, SpaceRecord] = {}
-        self._ids: dict[bytes, bytes] = {}
         self.was_clean = was_clean
-        self.damaged = 0
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -252,39 +248,6 @@ class MetaStore:
             reach("epoch.committed")
             return bumped
 
-    def pins(self) -> list[PinRecord]:
-        """Return every intact pin, also expired ones."""
-        with self._env.use():
-            found: list[PinRecord] = []
-            for space_id, key, value in self._records(records.PINS):
-                try:
-                    found.append(records.decode_pin(space_id, key, value, str(self._directory)))
-                except records.DamagedRecord:
-                    self.damaged += 1
-            return found
-
-    def put_pins(self, pins: Sequence[PinRecord]) -> None:
-        """Add or replace pins, all or none, durably.
-
-        Raises:
-            UnknownSpace: a pin's space was never put; nothing changed.
-            StoreDamaged: nothing changed.
-        """
-        with self._env.use():
-            items = [(self._key(p.space_id, p.key), records.encode_pin(p)) for p in pins]
-            self._env.write(records.PINS, lambda txn: txn.cursor().putmulti(items))
-            reach("pins.committed")
-
-    def delete_pins(self, pins: Sequence[tuple[bytes, bytes]]) -> None:
-        """Remove pins, named by space id and key, all or none, durably; unknown ones are ignored.
-
-        Raises:
-            StoreDamaged: nothing changed.
-        """
-        with self._env.use():
-            keys = [self._key(*name) for name in pins if name[0] in self._spaces]
-            self._env.write(records.PINS, lambda txn: [txn.delete(key) for key in keys])
-
     def stores(self) -> list[bytes]:
         """Return the ids of the disk stores that something was ever committed for."""
         prefix = records.BLOCKS
@@ -360,11 +323,14 @@ class MetaStore:
         try:
             with self._env.use():
                 value = self._env.get(records.META, records.FORMAT_KEY)
-                if value is None or not records.check_format(value, path):
-                    self._env.write(
-                        records.META,
-                        lambda txn: txn.put(records.FORMAT_KEY, records.encode_format()),
-                    )
+                found = None if value is None else records.format_version(value, path)
+                if found is not None:
+                    self._format = found
+                else:
+                    # Of a damaged one, what it held is not known: the later version reads both.
+                    lost_version = value is not None or not new
+                    least = records.FORMAT_VERSION if lost_version else records.FIRST_FORMAT
+                    self._need_format(least)
                 for key, value in list(self._env.items(records.SPACES)):
                     number = int.from_bytes(key, "big")
                     try:
@@ -391,26 +357,6 @@ class MetaStore:
         key, value = records.number_key(record.number), records.encode_space(record)
         self._env.write(records.SPACES, lambda txn: txn.put(key, value))
         return self._remember(record)
-
-    def _records(self, name: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """Yield space id (empty if there is no such space), key, value."""
-        ids = self._ids
-        for key, value in self._env.items(name):
-            yield ids.get(key[:4], b""), key[4:], value
-
-    def _space(self, space_id: bytes) -> SpaceRecord:
-        try:
-            return self._spaces[space_id]
-        except KeyError:
-            raise UnknownSpace(f"space {space_id.hex()[:16]} was never put") from None
-
-    def _key(self, space_id: bytes, key: bytes) -> bytes:
-        return records.number_key(self._space(space_id).number) + key
-
-    def _remember(self, record: SpaceRecord) -> SpaceRecord:
-        self._spaces[record.space_id] = record
-        self._ids[records.number_key(record.number)] = record.space_id
-        return record
 
 
 def _failed(path: Path, error: OSError) -> StoreDamaged:

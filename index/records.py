@@ -21,11 +21,21 @@ is never taken for an unknown version.
                                                                     uint64 checksum
     PIN     uint8 version = 1      uint8 flags = 0
             float64 expires, Unix seconds, 0: never                 uint64 checksum
+    LIMITS  uint8 version = 1      uint8 flags: bit i set if limit i is
+            4 × uint64: bytes in gpu, host, disk, milliseconds to live; all ones: no limit
+                                                                    uint64 checksum
+    USES    uint8 version = 1      uint8 flags = 0   uint32 n
+            3 × float64: own seconds, seconds since boot, Unix seconds, when it was written
+            boot id (16)           n × (uint64 sequence, float64 own seconds)
+                                                                    uint64 checksum
 
-A space's checksum covers its number (4 bytes, big endian) in the key's place.
+A pin's key is the block's key, followed by the owner's name in UTF-8 if it has one. The key of limits
+is the space's number alone. A space's checksum covers its number (4 bytes, big endian) in the key's
+place; that of limits, nothing there; that of uses, no space and its key in `meta`.
 
-Databases: "meta" (key "format": uint32 `FORMAT_VERSION` ‖ uint64 XXH3-64 of it), "spaces", "pins",
-and "blocks:<store id, hex>" for each disk store.
+Databases: "meta" (key "format": uint32 format version ‖ uint64 XXH3-64 of it; key "uses": USES),
+"spaces", "pins", "limits", and "blocks:<store id, hex>" for each disk store. Limits, uses and pins
+with an owner came with format version 2: what holds none of them stays at 1.
 
 Don't forget to bump `RECORD_VERSION` when a field changes, `FORMAT_VERSION` when databases or keys
 do, and to add a golden file.
@@ -41,48 +51,65 @@ from typing import Final
 import xxhash
 
 from kvstore.errors import FormatVersionError, InvalidRequest
+from kvstore.index.limits import SpaceLimits
 from kvstore.space import SpaceSpec
 
 __all__ = [
     "BLOCKS",
+    "FIRST_FORMAT",
     "FORMAT_KEY",
     "FORMAT_VERSION",
+    "LIMITS",
     "META",
     "PINS",
     "RECORD_VERSION",
     "SPACES",
+    "USES_KEY",
     "BlockRecord",
     "DamagedRecord",
     "PinRecord",
     "SpaceRecord",
+    "UsesRecord",
     "blocks_database",
-    "check_format",
     "decode_block",
+    "decode_limits",
     "decode_pin",
     "decode_space",
+    "decode_uses",
     "encode_block",
     "encode_format",
+    "encode_limits",
     "encode_pin",
     "encode_space",
+    "encode_uses",
+    "format_version",
     "intact",
     "is_database",
     "number_key",
+    "pin_name",
     "space_id_of",
 ]
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+# What is written until something needs the later one.
+FIRST_FORMAT: Final = 1
 RECORD_VERSION: Final = 1
 
 META: Final = b"meta"
 SPACES: Final = b"spaces"
 PINS: Final = b"pins"
+LIMITS: Final = b"limits"
 BLOCKS: Final = b"blocks:"
 FORMAT_KEY: Final = b"format"
+USES_KEY: Final = b"uses"
 
 _HAS_PARENT: Final = 1
 _BLOCK: Final = struct.Struct("<BBQIIQH")
 _SPACE: Final = struct.Struct("<BBQ")
 _PIN: Final = struct.Struct("<BBd")
+_LIMITS: Final = struct.Struct("<BB4Q")
+_USES: Final = struct.Struct("<BBI3d16s")
+_USE: Final = struct.Struct("<Qd")
 _CHECKSUM: Final = struct.Struct("<Q")
 _NUMBER: Final = struct.Struct(">I")
 _DIGESTS: Final = [struct.Struct(f"<{n}Q") for n in range(257)]
@@ -147,11 +174,32 @@ class PinRecord:
         space_id: fingerprint of the space, 32 bytes.
         key: the block's key.
         expires_unix: Unix seconds; 0 pins until unpinned.
+        owner: whose pin it is; empty: nobody's in particular.
     """
 
     space_id: bytes
     key: bytes
     expires_unix: float
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UsesRecord:
+    """When blocks were used: which sequence number was the highest at some times.
+
+    Attributes:
+        seconds: the daemon's own time at which it was written.
+        clock: seconds since the machine's boot at that time.
+        wall: Unix time then.
+        boot: the boot's id, 16 bytes.
+        marks: (sequence, own seconds), both ascending.
+    """
+
+    seconds: float
+    clock: float
+    wall: float
+    boot: bytes
+    marks: tuple[tuple[int, float], ...]
 
 
 def blocks_database(store_id: bytes) -> bytes:
@@ -164,26 +212,26 @@ def blocks_database(store_id: bytes) -> bytes:
 
 def is_database(name: bytes) -> bool:
     """Return whether this release knows a database of that name."""
-    return name in (META, SPACES, PINS) or name.startswith(BLOCKS)
+    return name in (META, SPACES, PINS, LIMITS) or name.startswith(BLOCKS)
 
 
-def encode_format() -> bytes:
+def encode_format(version: int) -> bytes:
     """Return the value of `FORMAT_KEY`."""
-    return _sealed(b"", b"", FORMAT_VERSION.to_bytes(4, "little"))
+    return _sealed(b"", b"", version.to_bytes(4, "little"))
 
 
-def check_format(value: bytes, path: str) -> bool:
-    """Return whether the format's value is intact.
+def format_version(value: bytes, path: str) -> int | None:
+    """Return the version that the format's value names; None if it is not intact.
 
     Raises:
-        FormatVersionError: it is, and names another version.
+        FormatVersionError: it is, and the version is another release's.
     """
     if len(value) != 12 or not intact(b"", b"", value):
-        return False
+        return None
     version = int.from_bytes(value[:4], "little")
-    if version != FORMAT_VERSION:
+    if not FIRST_FORMAT <= version <= FORMAT_VERSION:
         raise FormatVersionError(path, version, FORMAT_VERSION)
-    return True
+    return version
 
 
 def number_key(number: int) -> bytes:
@@ -299,23 +347,92 @@ def space_id_of(value: bytes) -> bytes:
     return value[_SPACE.size : _SPACE.size + 32]
 
 
+def pin_name(key: bytes, owner: str = "") -> bytes:
+    """Return what names a pin within its space."""
+    return key + owner.encode()
+
+
 def encode_pin(record: PinRecord) -> bytes:
     """Return a pin record's value."""
     body = _PIN.pack(RECORD_VERSION, 0, record.expires_unix)
-    return _sealed(record.space_id, record.key, body)
+    return _sealed(record.space_id, pin_name(record.key, record.owner), body)
 
 
-def decode_pin(space_id: bytes, key: bytes, value: bytes, path: str = "record") -> PinRecord:
+def decode_pin(
+    space_id: bytes, name: bytes, value: bytes, key_bytes: int, path: str = "record"
+) -> PinRecord:
     """Return the pin that a value describes.
+
+    Args:
+        space_id: of the space that the LMDB key's number names.
+        name: the LMDB key without the number.
+        value: the LMDB value.
+        key_bytes: length of the space's keys; the rest of the name is the owner's.
+        path: where it was found, for the error.
 
     Raises:
         DamagedRecord: the bytes are not what was written.
         FormatVersionError: another release's format.
     """
-    _checked(space_id, key, value, path)
-    if len(value) != _PIN.size + 8:
+    _checked(space_id, name, value, path)
+    if len(value) != _PIN.size + 8 or len(name) < key_bytes:
         raise DamagedRecord
     _, flags, expires = _PIN.unpack_from(value)
+    try:
+        owner = name[key_bytes:].decode()
+    except UnicodeDecodeError as error:
+        raise DamagedRecord from error
     if flags:
         raise DamagedRecord
-    return PinRecord(space_id, key, expires)
+    return PinRecord(space_id, name[:key_bytes], expires, owner)
+
+
+def encode_limits(space_id: bytes, limits: SpaceLimits) -> bytes:
+    """Return the value of a space's limits."""
+    values = limits.values()
+    flags = sum(1 << i for i, value in enumerate(values) if value is not None)
+    body = _LIMITS.pack(RECORD_VERSION, flags, *(value or 0 for value in values))
+    return _sealed(space_id, b"", body)
+
+
+def decode_limits(space_id: bytes, value: bytes, path: str = "record") -> SpaceLimits:
+    """Return the limits that a value describes.
+
+    Raises:
+        DamagedRecord: the bytes are not what was written.
+        FormatVersionError: another release's format.
+    """
+    _checked(space_id, b"", value, path)
+    if len(value) != _LIMITS.size + 8:
+        raise DamagedRecord
+    _, flags, *values = _LIMITS.unpack_from(value)
+    if flags >> len(values):
+        raise DamagedRecord
+    return SpaceLimits(*(v if flags >> i & 1 else None for i, v in enumerate(values)))
+
+
+def encode_uses(record: UsesRecord) -> bytes:
+    """Return the value of `USES_KEY`."""
+    body = _USES.pack(
+        RECORD_VERSION, 0, len(record.marks), record.seconds, record.clock, record.wall, record.boot
+    )
+    body += b"".join(_USE.pack(*mark) for mark in record.marks)
+    return _sealed(b"", USES_KEY, body)
+
+
+def decode_uses(value: bytes, path: str = "record") -> UsesRecord:
+    """Return the times that a value describes.
+
+    Raises:
+        DamagedRecord: the bytes are not what was written.
+        FormatVersionError: another release's format.
+    """
+    _checked(b"", USES_KEY, value, path)
+    if len(value) < _USES.size + 8:
+        raise DamagedRecord
+    _, flags, count, seconds, clock, wall, boot = _USES.unpack_from(value)
+    packed = value[_USES.size : -8]
+    if flags or len(packed) != count * _USE.size:
+        raise DamagedRecord
+    marks = tuple((sequence, at) for sequence, at in _USE.iter_unpack(packed))
+    return UsesRecord(seconds, clock, wall, boot, marks)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvstore import tracing
 from kvstore.attach import Attachment, Lease
 from kvstore.client import Client, with_parent
-from kvstore.errors import DeadlineExceeded
+from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.flows import Asked, Evicted, Hit, SpaceFlows, milliseconds
 from kvstore.handle import SpaceHandle
 from kvstore.keys import Keys
@@ -127,13 +127,24 @@ class AsyncSpace(SpaceHandle):
         flow = self.flows.prefetch(self.keys(keys), tier, deadline_s, priority)
         return AsyncTicket(self, await self.run(flow))
 
-    async def pin(self, keys: Keys | Iterable[bytes], ttl_s: float | None = None) -> int:
-        """Keep a leading run present for `ttl_s` seconds, or until unpinned; return its length."""
-        return await self.run(self.flows.pin(self.keys(keys), ttl_s))
+    async def pin(
+        self, keys: Keys | Iterable[bytes], ttl_s: float | None = None, owner: str = ""
+    ) -> int:
+        """Keep a leading run present; see `kvstore.client.Space.pin`."""
+        return await self.run(self.flows.pin(self.keys(keys), ttl_s, owner))
 
-    async def unpin(self, keys: Keys | Iterable[bytes] | None = None) -> int:
-        """Unpin keys, or the whole space; return how many blocks were unpinned."""
-        return await self.run(self.flows.unpin(None if keys is None else self.keys(keys)))
+    async def unpin(self, keys: Keys | Iterable[bytes] | None = None, owner: str = "") -> int:
+        """Unpin keys, or the whole space; see `kvstore.client.Space.unpin`."""
+        named = None if keys is None else self.keys(keys)
+        return await self.run(self.flows.unpin(named, owner))
+
+    async def set_quotas(self, **sizes: float | None) -> pb.SetLimitsResponse:
+        """Limit what the space takes in tiers; see `kvstore.client.Space.set_quotas`."""
+        return await self.run(self.flows.set_quotas(sizes))
+
+    async def set_ttl(self, ttl_s: float | None) -> pb.SetLimitsResponse:
+        """Limit how long unused blocks stay; see `kvstore.client.Space.set_ttl`."""
+        return await self.run(self.flows.set_ttl(ttl_s))
 
     async def evict(
         self, keys: Keys | Iterable[bytes] | None = None, tier: str | None = None
@@ -301,6 +312,19 @@ class AsyncClient:
         """Return the spaces that the daemon knows."""
         answer = await self._call("ListSpaces", pb.ListSpacesRequest(), self.timeout_s)
         return list(answer.spaces)
+
+    async def pins(self, space: SpaceHandle | None = None, owner: str = "") -> list[pb.PinGroup]:
+        """Return pins per space and owner; see `kvstore.Client.pins`."""
+        request = pb.ListPinsRequest(space_id=b"" if space is None else space.ref.id, owner=owner)
+        return list((await self._call("ListPins", request, self.timeout_s)).groups)
+
+    async def unpin_owner(self, owner: str) -> int:
+        """Take away all pins of an owner; see `kvstore.Client.unpin_owner`."""
+        if not owner:
+            raise InvalidRequest("owner", "must be named")
+        answer = await self._call("Unpin", pb.UnpinRequest(owner=owner), self.timeout_s)
+        blocks: int = answer.blocks
+        return blocks
 
     async def flush(self, timeout_s: float = 60.0) -> pb.FlushResponse:
         """Make everything that was committed before durable; see `kvstore.Client.flush`."""

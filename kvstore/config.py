@@ -55,6 +55,7 @@ _MIN_HOST_POOL_BYTES: Final = 16 * MIB
 # The rest is for engines: a pool that takes nearly all of a device was a slip of the keyboard.
 _MAX_GPU_SHARE: Final = 0.95
 _SHARED_MEMORY: Final = Path("/dev/shm")
+_TIERS: Final = ("gpu", "host", "disk")
 
 
 class WritePolicy(StrEnum):
@@ -202,6 +203,19 @@ def _per_day(value: object) -> object:
     return _size(value.removesuffix("/day") if isinstance(value, str) else value)
 
 
+def _quotas(value: object) -> object:
+    """Return bytes by tier from ``host=8GiB,disk=1TiB`` or a table of TOML."""
+    if isinstance(value, str):
+        parts = [part.partition("=") for part in value.split(",") if part.strip()]
+        value = {name.strip(): size.strip() for name, _, size in parts}
+    if not isinstance(value, dict):
+        return value
+    for name in value:
+        if name not in _TIERS:
+            raise ValueError(f"{name!r} is not one of {', '.join(_TIERS)}: write host=8GiB")
+    return value
+
+
 # Strict: TOML's `true` is no size.
 Size = Annotated[int, BeforeValidator(_size), Field(strict=True)]
 PerSecond = Annotated[int, BeforeValidator(_per_second), Field(strict=True)]
@@ -231,6 +245,9 @@ class ServeConfig(BaseModel):
         disk_budget: bytes that may be written to disk in any 24 hours; None: no limit.
         disk_throttle: bytes a second that the disk tier reads and writes at most, all together;
             None: no limit.
+        default_quota: most bytes that a space takes, by tier, unless it has a quota of its own.
+        default_ttl_s: how long what nobody uses stays in spaces without a time to live of their own;
+            None: as long as there is room.
         warm_up: most bytes that go from disk to the host tier at the start, those used last;
             a quarter of the pool if not given.
         metrics: TCP address of the Prometheus endpoint; None: none.
@@ -264,6 +281,10 @@ class ServeConfig(BaseModel):
     write_policy: WritePolicy = WritePolicy.THROUGH
     disk_budget: Annotated[DailyBytes, Field(ge=MIB)] | None = None
     disk_throttle: Annotated[PerSecond, Field(gt=0)] | None = None
+    default_quota: Annotated[dict[str, Annotated[Size, Field(ge=0)]], BeforeValidator(_quotas)] = (
+        Field(default_factory=dict)
+    )
+    default_ttl_s: Annotated[Duration, Field(ge=0.001)] | None = Field(None, alias="default_ttl")
     warm_up: Annotated[Size, Field(ge=0)] | None = None
     metrics: Annotated[AnyAddress, AfterValidator(_tcp)] | None = None
     stop_timeout_s: Annotated[Duration, Field(ge=0)] = Field(20.0, alias="stop_timeout")

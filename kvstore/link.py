@@ -28,6 +28,8 @@ ADMIN_CALLS: Final = frozenset(
         "WatchStats",
         "ListSpaces",
         "SetCapacity",
+        "SetLimits",
+        "ListPins",
         "Flush",
         "Verify",
         "Drain",

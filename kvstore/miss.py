@@ -14,6 +14,7 @@ class MissReason(StrEnum):
     NONE = "none"  # it did not end: every key is present
     NEVER_SEEN = "never_seen"
     EVICTED = "evicted"
+    EXPIRED = "expired"  # not used for as long as its space keeps blocks
     FORGOTTEN = "forgotten"  # never seen, or evicted longer ago than the daemon remembers
     OTHER_EPOCH = "other_epoch"
     CORRUPT = "corrupt"

@@ -28,3 +28,4 @@ class Shortage(IntEnum):
     CLIENT_CAP = 3
     DRAINING = 4
     ORPHAN = 5
+    QUOTA = 6

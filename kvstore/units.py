@@ -13,6 +13,7 @@ __all__ = [
     "MIB",
     "PAGE_BYTES",
     "format_bytes",
+    "format_duration",
     "format_seconds",
     "format_uptime",
     "parse_bytes",
@@ -97,6 +98,14 @@ def format_uptime(value: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+def format_duration(value: float) -> str:
+    """Format a duration as people set one and `parse_seconds` reads it: ``3h``, ``90m``, ``1.5s``."""
+    for unit, seconds in (("d", 86400), ("h", 3600), ("m", 60)):
+        if value >= seconds and value % seconds == 0:
+            return f"{value / seconds:.0f}{unit}"
+    return f"{value:.10g}s" if value >= 1 or not value else f"{value * 1e3:.10g}ms"
 
 
 def format_seconds(value: float) -> str:

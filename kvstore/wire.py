@@ -23,9 +23,11 @@ __all__ = [
     "ERRORS",
     "MAX_KEYS",
     "MAX_MESSAGE_BYTES",
+    "NO_LIMIT",
     "PROTOCOL_VERSION",
     "SLOT_DTYPE",
     "SLOT_NAME_DTYPE",
+    "TIERS",
     "CommitOutcome",
     "Shortage",
     "SlotArray",
@@ -65,6 +67,9 @@ MAX_KEYS: Final = 32_768
 # CommitRequest.shard: every shard that the attachment writes.
 ALL_SHARDS: Final = 0xFFFFFFFF
 
+# A value of Limits: there is none, whatever the daemon's default.
+NO_LIMIT: Final = (1 << 64) - 1
+
 SLOT_DTYPE: Final = np.dtype([("group", "<u4"), ("index", "<u4"), ("generation", "<u8")])
 SLOT_NAME_DTYPE: Final = np.dtype([("group", "<u4"), ("index", "<u4")])
 SlotArray = npt.NDArray[np.void]
@@ -72,8 +77,8 @@ SlotArray = npt.NDArray[np.void]
 _ERROR_KEY: Final = "kvstore-error"
 _ERRNO_KEY: Final = "kvstore-errno"
 
-_TIERS: Final = {"gpu": pb.TIER_GPU, "host": pb.TIER_HOST, "disk": pb.TIER_DISK}
-_TIER_NAMES: Final = {int(value): name for name, value in _TIERS.items()}
+TIERS: Final = {"gpu": pb.TIER_GPU, "host": pb.TIER_HOST, "disk": pb.TIER_DISK}
+_TIER_NAMES: Final = {int(value): name for name, value in TIERS.items()}
 
 
 def tier_value(name: str | None) -> pb.Tier:
@@ -84,9 +89,9 @@ def tier_value(name: str | None) -> pb.Tier:
     """
     if not name:
         return pb.TIER_UNSPECIFIED
-    if name not in _TIERS:
-        raise InvalidRequest("tier", f"{name!r} is not one of {', '.join(_TIERS)}")
-    return _TIERS[name]
+    if name not in TIERS:
+        raise InvalidRequest("tier", f"{name!r} is not one of {', '.join(TIERS)}")
+    return TIERS[name]
 
 
 def tier_name(value: int) -> str:

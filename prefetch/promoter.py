@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kvstore import tracing
 from kvstore.errors import TierError
 from kvstore.miss import MissReason
+from kvstore.prefetch.admission import admitted
 from kvstore.prefetch.estimate import PathEstimate
 from kvstore.prefetch.queue import Job, JobQueue
 from kvstore.tiers.base import Outcome, Transfer
@@ -34,7 +35,7 @@ from kvstore.units import KIB, MIB
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
-    from kvstore.index import Block, BlockIndex
+    from kvstore.index import Block, BlockIndex, SpaceIndex
     from kvstore.space import BlockShape
     from kvstore.tiers.base import Slot, Tier
 
@@ -72,6 +73,9 @@ class PromotionHost(Protocol):
 
     def take(self, shape: BlockShape, count: int, older_than: int | None) -> list[Slot]:
         """Take up to `count` slots now; evict only blocks of lower sequence, if that is given."""
+
+    def admit(self, space: SpaceIndex, count: int, older_than: int | None) -> int:
+        """Return how many more blocks a space's quota allows, making room among its own blocks."""
 
     def free(self, slot: Slot) -> None:
         """Give a slot back unused."""
@@ -286,6 +290,8 @@ class Promoter:
                 self._work.clear()
                 await self._work.wait()
                 continue
+            if not (batch := self._within_quotas(batch)):
+                continue
             shape = batch[0].block.space.shape
             slots = self._host.take(shape, len(batch), self._older_than(batch))
             if slots:
@@ -306,6 +312,18 @@ class Promoter:
         if any(job.waiter.holding for move in batch for job in move.jobs):
             return None
         return max(move.block.sequence for move in batch)
+
+    def _within_quotas(self, batch: list[_Move]) -> list[_Move]:
+        """Return the moves that the quotas of their spaces allow now; the others come to nothing."""
+        older_than = self._older_than(batch)
+        fits = admitted([m.block for m in batch], lambda s, n: self._host.admit(s, n, older_than))
+        for move, fit in zip(batch, fits, strict=True):
+            if not fit:
+                self._fail_taken(move, MissReason.NO_ROOM)
+            elif not move.jobs:
+                # Who heard that others are not coming may not want it any more.
+                self._end(move)
+        return [move for move in batch if move.state is _State.TAKEN]
 
     def _put_back(self, moves: Sequence[_Move]) -> None:
         """Moves that found no room are next in their jobs again."""
@@ -398,6 +416,7 @@ class Promoter:
         for move, slot in zip(moves, slots, strict=True):
             move.state = _State.MOVING
             block = move.block
+            block.space.host_arriving += 1
             assert block.disk is not None
             transfers.append(
                 Transfer(
@@ -451,6 +470,7 @@ class Promoter:
 
     def _land(self, move: _Move, slot: Slot, outcome: Outcome) -> None:
         block = move.block
+        block.space.host_arriving -= 1
         if outcome is Outcome.OK and not block.dead:
             # Only the one move of a block gives it a host copy, so it has none now.
             self._index.hold_host(block)

@@ -95,6 +95,7 @@ class Miss(_message.Message):
         LEASE_CAP: _ClassVar[Miss.Reason]
         LEASE_LOST: _ClassVar[Miss.Reason]
         NO_ROOM: _ClassVar[Miss.Reason]
+        EXPIRED: _ClassVar[Miss.Reason]
     NONE: Miss.Reason
     NEVER_SEEN: Miss.Reason
     EVICTED: Miss.Reason
@@ -108,6 +109,7 @@ class Miss(_message.Message):
     LEASE_CAP: Miss.Reason
     LEASE_LOST: Miss.Reason
     NO_ROOM: Miss.Reason
+    EXPIRED: Miss.Reason
     REASON_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     UNIX_MS_FIELD_NUMBER: _ClassVar[int]
@@ -538,12 +540,14 @@ class ReserveResponse(_message.Message):
         CLIENT_CAP: _ClassVar[ReserveResponse.Shortage]
         DRAINING: _ClassVar[ReserveResponse.Shortage]
         ORPHAN: _ClassVar[ReserveResponse.Shortage]
+        QUOTA: _ClassVar[ReserveResponse.Shortage]
     NONE: ReserveResponse.Shortage
     BUSY: ReserveResponse.Shortage
     NO_ROOM: ReserveResponse.Shortage
     CLIENT_CAP: ReserveResponse.Shortage
     DRAINING: ReserveResponse.Shortage
     ORPHAN: ReserveResponse.Shortage
+    QUOTA: ReserveResponse.Shortage
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     SHORTAGE_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
@@ -623,14 +627,16 @@ class PutResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class PinRequest(_message.Message):
-    __slots__ = ("space", "keys", "ttl_ms")
+    __slots__ = ("space", "keys", "ttl_ms", "owner")
     SPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     space: SpaceRef
     keys: bytes
     ttl_ms: int
-    def __init__(self, space: _Optional[_Union[SpaceRef, _Mapping]] = ..., keys: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+    owner: str
+    def __init__(self, space: _Optional[_Union[SpaceRef, _Mapping]] = ..., keys: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class PinResponse(_message.Message):
     __slots__ = ("blocks",)
@@ -639,12 +645,14 @@ class PinResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class UnpinRequest(_message.Message):
-    __slots__ = ("space", "keys")
+    __slots__ = ("space", "keys", "owner")
     SPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     space: SpaceRef
     keys: bytes
-    def __init__(self, space: _Optional[_Union[SpaceRef, _Mapping]] = ..., keys: _Optional[bytes] = ...) -> None: ...
+    owner: str
+    def __init__(self, space: _Optional[_Union[SpaceRef, _Mapping]] = ..., keys: _Optional[bytes] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class UnpinResponse(_message.Message):
     __slots__ = ("blocks",)
@@ -873,7 +881,7 @@ class ListSpacesResponse(_message.Message):
     def __init__(self, spaces: _Optional[_Iterable[_Union[SpaceInfo, _Mapping]]] = ...) -> None: ...
 
 class SpaceInfo(_message.Message):
-    __slots__ = ("space", "spec", "blocks", "blocks_host", "blocks_disk", "blocks_gpu", "pinned", "usage")
+    __slots__ = ("space", "spec", "blocks", "blocks_host", "blocks_disk", "blocks_gpu", "pinned", "usage", "bytes_gpu", "bytes_host", "bytes_disk", "pinned_bytes", "pins_end_unix_ms", "limits", "own_limits")
     SPACE_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -882,6 +890,13 @@ class SpaceInfo(_message.Message):
     BLOCKS_GPU_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_GPU_FIELD_NUMBER: _ClassVar[int]
+    BYTES_HOST_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DISK_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINS_END_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    OWN_LIMITS_FIELD_NUMBER: _ClassVar[int]
     space: SpaceRef
     spec: SpaceSpec
     blocks: int
@@ -890,7 +905,74 @@ class SpaceInfo(_message.Message):
     blocks_gpu: int
     pinned: int
     usage: Usage
-    def __init__(self, space: _Optional[_Union[SpaceRef, _Mapping]] = ..., spec: _Optional[_Union[SpaceSpec, _Mapping]] = ..., blocks: _Optional[int] = ..., blocks_host: _Optional[int] = ..., blocks_disk: _Optional[int] = ..., blocks_gpu: _Optional[int] = ..., pinned: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
+    bytes_gpu: int
+    bytes_host: int
+    bytes_disk: int
+    pinned_bytes: int
+    pins_end_unix_ms: int
+    limits: Limits
+    own_limits: Limits
+    def __init__(self, space: _Optional[_Union[SpaceRef, _Mapping]] = ..., spec: _Optional[_Union[SpaceSpec, _Mapping]] = ..., blocks: _Optional[int] = ..., blocks_host: _Optional[int] = ..., blocks_disk: _Optional[int] = ..., blocks_gpu: _Optional[int] = ..., pinned: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., bytes_gpu: _Optional[int] = ..., bytes_host: _Optional[int] = ..., bytes_disk: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., pins_end_unix_ms: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., own_limits: _Optional[_Union[Limits, _Mapping]] = ...) -> None: ...
+
+class Limits(_message.Message):
+    __slots__ = ("gpu_bytes", "host_bytes", "disk_bytes", "ttl_ms")
+    GPU_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    gpu_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    ttl_ms: int
+    def __init__(self, gpu_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class SetLimitsRequest(_message.Message):
+    __slots__ = ("space_id", "limits", "clear")
+    SPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_FIELD_NUMBER: _ClassVar[int]
+    space_id: bytes
+    limits: Limits
+    clear: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, space_id: _Optional[bytes] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., clear: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SetLimitsResponse(_message.Message):
+    __slots__ = ("limits", "own_limits")
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    OWN_LIMITS_FIELD_NUMBER: _ClassVar[int]
+    limits: Limits
+    own_limits: Limits
+    def __init__(self, limits: _Optional[_Union[Limits, _Mapping]] = ..., own_limits: _Optional[_Union[Limits, _Mapping]] = ...) -> None: ...
+
+class ListPinsRequest(_message.Message):
+    __slots__ = ("space_id", "owner")
+    SPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    space_id: bytes
+    owner: str
+    def __init__(self, space_id: _Optional[bytes] = ..., owner: _Optional[str] = ...) -> None: ...
+
+class ListPinsResponse(_message.Message):
+    __slots__ = ("groups",)
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedCompositeFieldContainer[PinGroup]
+    def __init__(self, groups: _Optional[_Iterable[_Union[PinGroup, _Mapping]]] = ...) -> None: ...
+
+class PinGroup(_message.Message):
+    __slots__ = ("space_id", "owner", "blocks", "bytes", "first_end_unix_ms", "last_end_unix_ms")
+    SPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_END_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    LAST_END_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    space_id: bytes
+    owner: str
+    blocks: int
+    bytes: int
+    first_end_unix_ms: int
+    last_end_unix_ms: int
+    def __init__(self, space_id: _Optional[bytes] = ..., owner: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., first_end_unix_ms: _Optional[int] = ..., last_end_unix_ms: _Optional[int] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()

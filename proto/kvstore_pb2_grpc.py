@@ -238,14 +238,18 @@ class KVStoreServicer(object):
 
     def Pin(self, request, context):
         """Keeps the leading run present until unpinned or expired: its blocks' last copies are not
-        evicted, nor are their copies on disk. Survives restarts of the daemon (as far as the blocks do).
+        evicted, nor are their copies on disk. Durable before it answers; survives restarts of the daemon
+        (as far as the blocks do). Every owner has pins of its own: a block stays as long as anybody's pin
+        does. Pinning again moves the expiry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Unpin(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Takes pins away, durably: of keys or of a whole space, of one owner or of all. An owner without a
+        space: all its pins, in every space.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -889,6 +893,16 @@ class AdminStub(object):
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.ListSpacesRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ListSpacesResponse.FromString,
                 _registered_method=True)
+        self.SetLimits = channel.unary_unary(
+                '/kvstore.v1.Admin/SetLimits',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.SetLimitsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.SetLimitsResponse.FromString,
+                _registered_method=True)
+        self.ListPins = channel.unary_unary(
+                '/kvstore.v1.Admin/ListPins',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.ListPinsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ListPinsResponse.FromString,
+                _registered_method=True)
         self.SetCapacity = channel.unary_unary(
                 '/kvstore.v1.Admin/SetCapacity',
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.SetCapacityRequest.SerializeToString,
@@ -935,6 +949,23 @@ class AdminServicer(object):
 
     def ListSpaces(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetLimits(self, request, context):
+        """Sets some limits of a space and clears others; the rest stay as they are. Durable before it
+        answers; across epochs and restarts. What is too much, or too old, leaves in the background, the
+        coldest first; what is leased or pinned stays until it is not. A quota is kept at the cost of the
+        space's own blocks, never of others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPins(self, request, context):
+        """Lists pins, summed up per space and owner; those with most blocks, if they are too many.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -999,6 +1030,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ListSpaces,
                     request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ListSpacesRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_kvstore__pb2.ListSpacesResponse.SerializeToString,
+            ),
+            'SetLimits': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLimits,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.SetLimitsRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.SetLimitsResponse.SerializeToString,
+            ),
+            'ListPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPins,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.ListPinsRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.ListPinsResponse.SerializeToString,
             ),
             'SetCapacity': grpc.unary_unary_rpc_method_handler(
                     servicer.SetCapacity,
@@ -1107,6 +1148,60 @@ class Admin(object):
             '/kvstore.v1.Admin/ListSpaces',
             kvstore_dot_proto_dot_kvstore__pb2.ListSpacesRequest.SerializeToString,
             kvstore_dot_proto_dot_kvstore__pb2.ListSpacesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLimits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Admin/SetLimits',
+            kvstore_dot_proto_dot_kvstore__pb2.SetLimitsRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.SetLimitsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Admin/ListPins',
+            kvstore_dot_proto_dot_kvstore__pb2.ListPinsRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.ListPinsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,7 +16,7 @@ from typing import Annotated, Final
 import typer
 
 from kvstore import __version__, log_lines
-from kvstore.cli import admin, blocks, doctor, explain, replay, serve, stats, verify
+from kvstore.cli import admin, blocks, doctor, explain, limits, replay, serve, stats, verify
 from kvstore.cli.bench import command as bench
 from kvstore.cli.demo import command as demo
 from kvstore.cli.examples import add_examples, top_examples
@@ -43,6 +43,7 @@ for _register in (
     stats.register,
     top.register,
     blocks.register,
+    limits.register,
     admin.register,
     verify.register,
     doctor.register,

@@ -14,7 +14,7 @@ from kvstore.keys import HASH_ALGORITHMS, Keys, chain_keys
 from kvstore.space import SpaceSpec
 from kvstore.units import parse_seconds
 
-__all__ = ["chosen_keys", "prompt_keys", "read_tokens", "register"]
+__all__ = ["OwnerOption", "SpaceOption", "chosen_keys", "prompt_keys", "read_tokens", "register"]
 
 SpaceOption = Annotated[
     str,
@@ -33,6 +33,10 @@ TokensOption = Annotated[
         metavar="FILE",
         help="Take the keys of a prompt instead: a file of token ids between spaces or commas.",
     ),
+]
+OwnerOption = Annotated[
+    str,
+    typer.Option("--owner", metavar="NAME", help="Whose pins: the id of a session, of an agent."),
 ]
 AllOption = Annotated[bool, typer.Option("--all", help="Take every block of the space.")]
 
@@ -93,6 +97,11 @@ def chosen_keys(
     return Keys.of(raw, spec.key_bytes)
 
 
+def _only(owner: str, keys: list[str] | None, tokens: Path | None) -> bool:
+    """Return whether an owner alone says what is meant: all its pins of the space."""
+    return bool(owner) and not keys and tokens is None
+
+
 def _report(as_json: bool, line: str, **values: Any) -> None:
     if as_json:
         print_json(values)
@@ -108,15 +117,22 @@ def pin(
         str | None,
         typer.Option("--for", metavar="DURATION", help="Unpin by itself after this long."),
     ] = None,
+    owner: OwnerOption = "",
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep a chain of blocks from being evicted."""
+    """Keep a chain of blocks from being evicted.
+
+    Pins with an owner need --for; pinning again moves their end.
+    """
+    if owner and ttl is None:
+        raise InvalidRequest("owner", "its pins need --for DURATION: the owner may be gone")
     with connect(address) as client:
         opened = find_space(client, space)
         chain = chosen_keys(keys, tokens, False, opened.spec)
         assert chain is not None
-        pinned = opened.pin(chain, ttl_s=None if ttl is None else parse_seconds(ttl))
+        ttl_s = None if ttl is None else parse_seconds(ttl)
+        pinned = opened.pin(chain, ttl_s=ttl_s, owner=owner)
     _report(
         as_json,
         f"{pinned} of {len(chain)} blocks are pinned now",
@@ -126,17 +142,33 @@ def pin(
 
 
 def unpin(
-    space: SpaceOption,
+    space: Annotated[
+        str | None,
+        typer.Option("--space", "-s", metavar="ID", help="The space's id, or its start."),
+    ] = None,
     keys: KeysArgument = None,
     tokens: TokensOption = None,
     everything: AllOption = False,
+    owner: OwnerOption = "",
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let blocks be evicted again."""
+    """Let blocks be evicted again.
+
+    With --owner and no space: all pins of that owner, in every space. Without --owner: whoever's
+    pins they are.
+    """
     with connect(address) as client:
-        opened = find_space(client, space)
-        unpinned = opened.unpin(chosen_keys(keys, tokens, everything, opened.spec))
+        if space is None:
+            if not owner or keys or tokens is not None or everything:
+                raise InvalidRequest("space", "give --space, or --owner alone")
+            unpinned = client.unpin_owner(owner)
+        else:
+            opened = find_space(client, space)
+            chosen = chosen_keys(
+                keys, tokens, everything or _only(owner, keys, tokens), opened.spec
+            )
+            unpinned = opened.unpin(chosen, owner)
     _report(as_json, f"unpinned {unpinned} blocks", unpinned_blocks=unpinned)
 
 

@@ -22,7 +22,7 @@ def _value(field: Any, value: Any) -> Any:
 
 
 def plain(message: Any) -> dict[str, Any]:
-    """Return a message as a dictionary with a value for every field.
+    """Return a message as a dictionary with a value for every field; None for one left out.
 
     Args:
         message: a protobuf message.
@@ -30,7 +30,10 @@ def plain(message: Any) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        optional = field.has_presence and field.message_type is None
+        if optional and not message.HasField(field.name):
+            result[field.name] = None
+        elif field.message_type is not None and field.message_type.GetOptions().map_entry:
             entry = field.message_type.fields_by_name["value"]
             result[field.name] = {key: _value(entry, value[key]) for key in sorted(value)}
         elif isinstance(value, str | bytes | int | float) or hasattr(value, "DESCRIPTOR"):

@@ -117,6 +117,22 @@ def serve(
             "RATE",
         ),
     ] = None,
+    default_quota: Annotated[
+        str | None,
+        _flag(
+            "--default-quota",
+            "Most a space takes in each tier, e.g. host=8GiB,disk=1TiB; `kvstore quota` sets others.",
+            "SIZES",
+        ),
+    ] = None,
+    default_ttl: Annotated[
+        str | None,
+        _flag(
+            "--default-ttl",
+            "Drop blocks that nobody used for so long, e.g. 7d; `kvstore ttl` sets others.",
+            "DURATION",
+        ),
+    ] = None,
     warm_up: Annotated[
         str | None,
         _flag(
@@ -179,6 +195,8 @@ def serve(
         "write_policy": write_policy,
         "disk_budget": disk_budget,
         "disk_throttle": disk_throttle,
+        "default_quota": default_quota,
+        "default_ttl": default_ttl,
         "warm_up": warm_up,
         "metrics": metrics,
         "stop_timeout": stop_timeout,

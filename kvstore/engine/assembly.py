@@ -25,6 +25,7 @@ from kvstore.engine.host_shrinker import HostShrinker
 from kvstore.engine.hot_prefixes import HotPrefixes
 from kvstore.engine.housekeeper import Housekeeper
 from kvstore.engine.leases import Leases
+from kvstore.engine.limits import Limits
 from kvstore.engine.pins import Pins
 from kvstore.engine.quarantine import Quarantine
 from kvstore.engine.read import Read
@@ -36,13 +37,14 @@ from kvstore.engine.room import HostRoom
 from kvstore.engine.scrubber import Scrubber
 from kvstore.engine.store_thread import StoreThread
 from kvstore.engine.tickets import Tickets
+from kvstore.engine.use_times import UseTimes
 from kvstore.engine.verifier import Verifier
 from kvstore.engine.warm_up import WarmUp
 from kvstore.engine.worth import Worth
-from kvstore.index import Block, BlockIndex, Flush, SpaceIndex
+from kvstore.index import Block, BlockIndex, Flush, SpaceIndex, SpaceLimits
 from kvstore.prefetch.promoter import Promoter
 from kvstore.syncpoint import reach
-from kvstore.tiers.base import Slot
+from kvstore.tiers.base import Slot, TierName
 from kvstore.tiers.control import ControlFile
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from kvstore.engine.budget import DiskBudget
     from kvstore.engine.host_index import HostIndex
     from kvstore.engine.recorder import Recorder
+    from kvstore.engine.steady_clock import SteadyClock
     from kvstore.index.lmdb_store import MetaStore
     from kvstore.tiers.disk import DiskTier
     from kvstore.tiers.gpu import GpuTier
@@ -76,6 +79,7 @@ class Assembly:
         scrubber: checks what is on disk; None without a disk.
         resizer: changes the tiers' capacities.
         budget: limits what is written to disk; None: nothing does.
+        limits: quotas of spaces and how long blocks live.
         counters: what happened.
         hot_prefixes: which prompts' beginnings are asked for most.
         usage: what clients report, by space id.
@@ -97,6 +101,8 @@ class Assembly:
         flush_on_reuse: bool = False,
         budget: DiskBudget | None = None,
         warm_up_bytes: int = 0,
+        default_limits: SpaceLimits | None = None,
+        clock: SteadyClock | None = None,
     ) -> None:
         """Compose; `start` opens the tiers.
 
@@ -113,6 +119,8 @@ class Assembly:
             flush_on_reuse: write policy `reused`.
             budget: limits what is written to disk; None: nothing does.
             warm_up_bytes: most that is brought from disk to host at the start.
+            default_limits: of spaces that have none of their own.
+            clock: by which blocks grow old; None: the machine's.
         """
         self.host = host
         self.disk = disk
@@ -158,7 +166,14 @@ class Assembly:
         self.gpu_side: GpuSide | None = None
         self.tickets = Tickets(self.index, self.leases, self._arrivals)
         self.pins = Pins(self.index, self._store_thread)
-        self._housekeeper = Housekeeper(self.index, self.pins, self.tickets)
+        self.limits = Limits(
+            self.index,
+            self._store_thread,
+            self.counters,
+            UseTimes(self.index, clock),
+            default_limits or SpaceLimits(),
+        )
+        self._housekeeper = Housekeeper(self.index, self.pins, self.tickets, self.limits)
         self._reads: set[Read] = set()
         self.recovered_blocks = 0
         self.adopted_blocks = 0
@@ -209,6 +224,7 @@ class Assembly:
             if saved is not None:
                 self._adopt(saved)
             self.pins.restore()
+            self.limits.restore()
             opened.pop_all()
         if self.flusher is not None and self.promoter is not None:
             self.flusher.start()
@@ -220,6 +236,7 @@ class Assembly:
         self.quarantine.start()
         self.attachments.start()
         self._housekeeper.start()
+        self.limits.start()
 
     def begin(self, host_index: Path) -> None:
         """Invalidate the saved host index: from here on slots may be granted.
@@ -275,8 +292,9 @@ class Assembly:
         self.room.held = self._may_let_go
         self.quarantine = Quarantine(self.control, self._free_host)
         self.reservations = Reservations(
-            self.index, self.grants, self.room, cap_bytes=self._grant_cap_bytes
+            self.index, self.grants, self.room, self.counters, cap_bytes=self._grant_cap_bytes
         )
+        self.limits.shrink[TierName.HOST] = self.room.evict_own
         self.removal = Removal(
             self.index,
             self._store_thread,
@@ -305,6 +323,7 @@ class Assembly:
                 on_released=self._notify,
             )
             self.leases.gpu = self.tickets.gpu = self.gpu_side
+            self.limits.shrink[TierName.GPU] = self.gpu_side.room.evict_own
         self.host.on_group = self._new_group
         self.host.on_no_room = self._notify
 
@@ -343,6 +362,8 @@ class Assembly:
         self.removal.flusher = self.flusher
         self._arrivals.promoter = self.promoter
         self.worth.promoter = self.promoter
+        self.limits.shrink[TierName.DISK] = self.flusher.room.evict_own
+        self.limits.on_room = self._disk_resized
         self._housekeeper.disk = disk
         self._housekeeper.flusher = self.flusher
         self.scrubber = Scrubber(
@@ -391,6 +412,7 @@ class Assembly:
 
     async def _stop_upkeep(self) -> None:
         """Break off what goes on besides serving."""
+        await self.limits.stop()
         await self.resizer.stop()
         if self._warm_up is not None:
             await self._warm_up.stop()

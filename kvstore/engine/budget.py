@@ -1,8 +1,7 @@
 """The disk's budget: bytes that may be written in any 24 hours, to spare the SSD.
 
 What was written is kept by the hour; the hours that are more than a day ago count no more. The time
-is the daemon's own: it runs with the kernel's clock since boot, so that no change of the wall clock
-gives anything away. Only over a reboot the wall clock is asked, and then it never runs backwards.
+is the daemon's own (`steady_clock`): no change of the wall clock gives anything away.
 
 The record survives restarts: `disk-budget` in the state directory, one line of JSON:
 
@@ -28,35 +27,28 @@ import asyncio
 import json
 import logging
 import os
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import xxhash
 
+from kvstore.engine.steady_clock import Reading, SteadyClock
 from kvstore.syncpoint import reach
 from kvstore.tiers.pool_copy import undisturbed
 from kvstore.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from pathlib import Path
 
 __all__ = ["DiskBudget"]
 
 log = logging.getLogger(__name__)
 
 _VERSION: Final = 1
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _HOUR: Final = 3600.0
 _HOURS: Final = 24
 # Charged ahead, at least and as a part of the budget.
 _AHEAD_BYTES: Final = 64 * MIB
 _AHEAD_PART: Final = 64
-
-
-def _since_boot() -> float:
-    # Goes on while the machine sleeps.
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class DiskBudget:
@@ -70,26 +62,18 @@ class DiskBudget:
         self,
         path: Path,
         day_bytes: int,
-        *,
-        clock: Callable[[], float] = _since_boot,
-        wall: Callable[[], float] = time.time,
-        boot: str | None = None,
+        clock: SteadyClock | None = None,
     ) -> None:
         """Read the record, if there is one. Blocks.
 
         Args:
             path: of the record.
             day_bytes: above 0.
-            clock: seconds, never backwards.
-            wall: Unix time.
-            boot: names the boot of the machine that `clock` counts from; None: this one.
+            clock: seconds, over restarts; None: the machine's.
         """
-        self._boot = _BOOT_ID.read_text().strip() if boot is None else boot
         self.day_bytes = day_bytes
         self._path = path
-        self._clock = clock
-        self._wall = wall
-        self._offset = -clock()  # own time begins at 0
+        self._clock = SteadyClock() if clock is None else clock
         self._hours: dict[int, int] = {}
         self._ahead = 0  # of what is charged, not written yet
         self._saving = asyncio.Lock()
@@ -138,11 +122,8 @@ class DiskBudget:
                 ahead -= back
             await self._save()
 
-    def _now(self) -> float:
-        return self._clock() + self._offset
-
     def _add(self, written_bytes: int) -> None:
-        hour = int(self._now() // _HOUR)
+        hour = int(self._clock.now() // _HOUR)
         self._hours[hour] = self._hours.get(hour, 0) + written_bytes
 
     def _free(self) -> int:
@@ -152,7 +133,7 @@ class DiskBudget:
 
     def _oldest(self) -> int:
         """Return the first hour that counts: it began, and did not end, a day ago."""
-        return int(self._now() // _HOUR) - _HOURS
+        return int(self._clock.now() // _HOUR) - _HOURS
 
     def _forget(self) -> None:
         """Drop hours that ended a day ago."""
@@ -175,27 +156,30 @@ class DiskBudget:
                 self._distrust("its checksum does not hold, or a later release wrote it")
                 return
             hours = {int(hour): int(count) for hour, count in record["hours"].items()}
-            seconds, boot = float(record["seconds"]), str(record["boot"])
-            before, wall = float(record["clock"]), float(record["wall"])
+            last = Reading(
+                float(record["seconds"]),
+                float(record["clock"]),
+                float(record["wall"]),
+                str(record["boot"]),
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             self._distrust(str(error))
             return
         self._hours = hours
-        same_boot = boot == self._boot
-        away = self._clock() - before if same_boot else self._wall() - wall
-        self._offset += seconds + max(0.0, away)
+        self._clock.resume(last)
 
     def _distrust(self, why: str) -> None:
         log.warning("disk budget: %s: %s; a day's budget counts as spent", self._path, why)
         self._add(self.day_bytes)
 
     async def _save(self) -> None:
+        now = self._clock.read()
         record = {
             "version": _VERSION,
-            "seconds": self._now(),
-            "boot": self._boot,
-            "clock": self._clock(),
-            "wall": self._wall(),
+            "seconds": now.seconds,
+            "boot": now.boot,
+            "clock": now.clock,
+            "wall": now.wall,
             "hours": {str(hour): count for hour, count in sorted(self._hours.items())},
         }
         text = json.dumps({**record, "check": _check(record)}) + "\n"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.engine.counters import Counters
-    from kvstore.index import BlockIndex
+    from kvstore.index import BlockIndex, SpaceIndex
     from kvstore.space import BlockShape
     from kvstore.tiers.base import Slot
     from kvstore.tiers.disk import DiskTier
@@ -118,6 +118,33 @@ class DiskRoom:
             evicted += 1
         self._counters.counts["evicted_blocks_disk"] += evicted
         return bool(coming or evicted)
+
+    def within_quota(self, block: Block) -> bool:
+        """Return whether a block may come, or could for a colder one of its own space."""
+        space = block.space
+        if space.disk_room > 0:
+            return True
+        victim = None if space.own is None else space.own[TierName.DISK].peek()
+        return victim is not None and victim.sequence < block.sequence
+
+    def evict_own(self, space: SpaceIndex, count: int, older_than: int | None = None) -> int:
+        """Drop up to `count` blocks of a space, coldest first, for its quota; return how many went.
+
+        Args:
+            space: that has too many.
+            count: how many.
+            older_than: only blocks of a lower sequence number.
+        """
+        evicted = 0
+        while space.own is not None and evicted < count:
+            block = space.own[TierName.DISK].peek()
+            if block is None or (older_than is not None and block.sequence >= older_than):
+                break
+            self._index.drop_disk(block, Pressure.QUOTA)
+            evicted += 1
+        self._counters.counts["evicted_blocks_disk"] += evicted
+        self._counters.counts["quota_evicted_blocks_disk"] += evicted
+        return evicted
 
     def reclaim_segment(self, shape: BlockShape) -> bool:
         """Drop the blocks of the coldest segment of another shape that the rule lets go as a whole.

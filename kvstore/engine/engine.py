@@ -21,7 +21,7 @@ from kvstore.engine.leases import Acquired
 from kvstore.engine.misses import miss_of
 from kvstore.engine.read import Read
 from kvstore.errors import InvalidRequest, StaleEpoch, UnknownSpace
-from kvstore.index import Block, SpaceIndex
+from kvstore.index import Block, Pressure, SpaceIndex
 from kvstore.miss import Miss
 from kvstore.outcomes import CommitOutcome
 from kvstore.syncpoint import reach
@@ -63,9 +63,12 @@ class Engine(Assembly):
         if space is None:
             record = await self._store_thread.run(self.store.put_space, spec)
             # Another call may have been faster while this one waited.
-            space = self.index.spaces.setdefault(space_id, SpaceIndex(space_id, spec, record.epoch))
+            space = self.index.spaces.get(space_id)
+            if space is None:
+                space = self.index.spaces[space_id] = SpaceIndex(space_id, spec, record.epoch)
+                self.limits.adopt(space)
         # The first prompts come soon, and faster than memory is taken from the system.
-        begin = capacity // _FIRST_PART // space.shape.block_bytes
+        begin = min(capacity // _FIRST_PART // space.shape.block_bytes, space.host_quota)
         self.host.want(space.shape, max(1, begin))
         return space
 
@@ -211,10 +214,12 @@ class Engine(Assembly):
             self._reads.discard(read)
         self._notify()
 
-    async def pin(self, space: SpaceIndex, keys: Sequence[bytes], ttl_seconds: float) -> int:
+    async def pin(
+        self, space: SpaceIndex, keys: Sequence[bytes], ttl_seconds: float, owner: str = ""
+    ) -> int:
         """Pin the leading run, durably; return its length."""
         run, _ = self.leases.find_run(space, keys)
-        await self.pins.pin(space, run, ttl_seconds)
+        await self.pins.pin(space, run, ttl_seconds, owner)
         return len(run)
 
     async def flush(self, timeout: float, *, unused: bool = True) -> tuple[int, list[Block]]:
@@ -241,6 +246,18 @@ class Engine(Assembly):
         ]
         skipped = await self.flusher.flush(todo, timeout)
         return sum(b.disk is not None for b in todo), skipped
+
+    def skip_reason(self, block: Block) -> str:
+        """Why a flush skips a block now."""
+        well = self.disk is None or (self.disk.state == "ok" and not self._index_fails)
+        over = self.flusher is not None and self.flusher.over_budget
+        if well and not over and block.space.disk_room <= 0:
+            return str(Pressure.QUOTA)
+        return self.why_skipped
+
+    @property
+    def _index_fails(self) -> bool:
+        return self.flusher is not None and bool(self.flusher.index_problem)
 
     @property
     def why_skipped(self) -> str:

@@ -131,7 +131,9 @@ def _missing(engine: Engine, space: SpaceIndex, key: bytes) -> tuple[Miss, str]:
     if key in space.blocks:
         return miss, "a block of that key is there, but it hangs on another one: another chain's"
     ghost = engine.index.ghosts.get(space.id, key)
-    why = miss_words(miss, ghost.pressure if ghost is not None else Pressure.NONE)
+    why = miss_words(miss)
+    if ghost is not None:
+        why = miss_words(miss, ghost.pressure, unused_seconds=ghost.unused_seconds)
     if miss.reason is MissReason.NOT_READY:
         shards = space.shape.shards
         for missing, writers in engine.grants.under_way(space, key):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.index import Pressure
 from kvstore.miss import Miss, MissReason
+from kvstore.units import format_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,6 +77,7 @@ def miss_words(
     pressure: Pressure = Pressure.NONE,
     forecast: Forecast | None = None,
     deadline_seconds: float = 0.0,
+    unused_seconds: float = 0.0,
 ) -> str:
     """Say why a run ended.
 
@@ -84,6 +86,7 @@ def miss_words(
         pressure: of an eviction.
         forecast: of what was not worth waiting for.
         deadline_seconds: how long the client would have waited.
+        unused_seconds: how long an expired block was not used; 0: not known.
     """
     tier, when = miss.tier or "memory", _when(miss.unix_seconds)
     match miss.reason:
@@ -96,6 +99,9 @@ def miss_words(
         case MissReason.EVICTED:
             why = f": {pressure}" if pressure else ""
             return f"evicted from {tier}{when}{why}"
+        case MissReason.EXPIRED:
+            unused = f": not used for {format_duration(unused_seconds)}" if unused_seconds else ""
+            return f"expired in {tier}{when}{unused}"
         case MissReason.OTHER_EPOCH:
             return f"other epoch: it was dropped when the space's epoch was bumped{when}"
         case MissReason.CORRUPT:

@@ -25,11 +25,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from kvstore.engine.disk_records import DiskRecords, record_of
 from kvstore.engine.disk_room import DiskRoom
+from kvstore.engine.flush_queue import FlushQueue, is_lost, is_under_way
 from kvstore.engine.group_writer import GROUP_BYTES, Group, GroupWriter, group_limit
 from kvstore.engine.refused import RefusedBlocks
 from kvstore.engine.wake import Signal
@@ -71,6 +71,7 @@ class Flusher:
 
     Attributes:
         records: what is durable of the disk.
+        room: what leaves the disk to make some.
         budget: limits what is written.
         over_budget: it is spent; blocks that were refused for that are tried again later.
     """
@@ -109,12 +110,12 @@ class Flusher:
         self._writer = GroupWriter(host, disk, digester, verifier)
         self._counters = counters
         self._on_room = on_room
-        self._queue: deque[Block] = deque()
         self._refused = RefusedBlocks()
+        self._queue = FlushQueue(index, self._refused, counters)
         self._stuck_since: float | None = None
         self.records = DiskRecords(disk, store, counters, self._recorded)
         self._deletes = self.records.deletes
-        self._disk_room = DiskRoom(index, disk, self._deletes, counters)
+        self._disk_room = self.room = DiskRoom(index, disk, self._deletes, counters)
         self._progress = Signal()
         self._work = asyncio.Event()
         self._groups = asyncio.Semaphore(_GROUPS_AT_ONCE)
@@ -166,19 +167,9 @@ class Flusher:
         Returns:
             how many blocks were queued.
         """
-        chain: list[Block] = []
-        at: Block | None = block
-        while at is not None and at.disk is None and at.flush in (Flush.NONE, Flush.REFUSED):
-            chain.append(at)
-            at = at.parent
-        for member in reversed(chain):
-            self._refused.discard(member)
-            member.flush = Flush.QUEUED
-            if member.parent is not None:
-                member.parent.queued_children += 1
-            self._queue.append(member)
+        queued = self._queue.enqueue(block)
         self._work.set()
-        return len(chain)
+        return queued
 
     def reused(self, run: Sequence[Block]) -> None:
         """A run in chain order was used again under `reused`: on to the disk, if it is not there.
@@ -195,9 +186,9 @@ class Flusher:
     def committed(self, block: Block) -> None:
         """A new block under `through`: on to the disk, unless its parent was refused there."""
         parent = block.parent
-        if parent is not None and self._is_lost(parent):
+        if parent is not None and is_lost(parent):
             block.flush = Flush.REFUSED
-            self._counters.counts[f"flush_skipped_{self._why_lost()}_blocks"] += 1
+            self._counters.counts[f"flush_skipped_{self._why_lost(block)}_blocks"] += 1
             self._refused.add(block)
             self._index.offer(block)
         else:
@@ -209,12 +200,7 @@ class Flusher:
         Args:
             blocks: parents first; what the first ones hang on is on disk.
         """
-        for block in reversed(blocks):
-            self._refused.discard(block)
-            block.flush = Flush.QUEUED
-            if block.parent is not None:
-                block.parent.queued_children += 1
-            self._queue.appendleft(block)
+        self._queue.again(blocks)
         self._work.set()
 
     def deleted(self, block: Block, slot: Slot) -> None:
@@ -231,8 +217,12 @@ class Flusher:
         refused = self._refused.take()
         self._index.disk_room_hint = bool(self._refused)
         for block in refused:
-            if block.flush is Flush.REFUSED:  # it may have gone along with one of its children
+            if block.flush is not Flush.REFUSED:
+                continue  # it went along with one of its children
+            if self._disk_room.within_quota(block):
                 self.enqueue(block)
+            else:
+                self._refused.add(block)
 
     async def flush(self, blocks: Sequence[Block], timeout: float) -> list[Block]:
         """Return when each block is on disk, gone, or refused; the last are returned.
@@ -250,7 +240,7 @@ class Flusher:
         waiting = list(blocks)
         while True:
             # The last ones are mostly the last to arrive: each block is looked at about once.
-            while waiting and not _is_under_way(waiting[-1]):
+            while waiting and not is_under_way(waiting[-1]):
                 waiting.pop()
             if not waiting:
                 break
@@ -328,21 +318,24 @@ class Flusher:
         if not task.cancelled() and task.exception() is not None:
             log.error("flush group failed", exc_info=task.exception())
 
-    def _dequeued(self, block: Block, state: Flush) -> None:
-        block.flush = state
-        if state is not Flush.WRITING and block.parent is not None:
-            block.parent.queued_children -= 1
-            self._index.offer(block.parent)
-
     def _select(self) -> Group | None:
         """Take queued blocks of one shape for which there are disk slots now."""
-        while self._queue and self._queue[0].dead:
-            self._dequeued(self._queue.popleft(), Flush.NONE)
+        while self._queue and self._queue.head.dead:
+            self._queue.settle(self._queue.popleft(), Flush.NONE)
             self._progress.notify()
         if not self._queue:
             return None
-        shape = self._queue[0].space.shape
-        wanted = self._wanted(shape)
+        shape = self._queue.head.space.shape
+        wanted = self._queue.leading(shape, group_limit(shape))
+        if self._index.disk_quotas:
+            # What a refused block kept on disk is its own ancestors: no room for it.
+            hint = self._index.disk_room_hint
+            wanted = self._queue.within_quotas(shape, wanted, _ENQUEUED_AT_ONCE, self._disk_room)
+            self._index.disk_room_hint = hint
+        if not wanted:
+            self._work.set()
+            self._tell()
+            return None
         if self.budget is not None:
             wanted = min(wanted, self.budget.affordable(shape.block_bytes))
             if not wanted and self.budget.left_bytes < shape.block_bytes:
@@ -357,14 +350,15 @@ class Flusher:
         if not slots:
             return None
         blocks: list[Block] = []
-        while self._queue and self._queue[0].space.shape == shape and len(blocks) < len(slots):
+        while self._queue and self._queue.head.space.shape == shape and len(blocks) < len(slots):
             block = self._queue.popleft()
             if block.dead:
-                self._dequeued(block, Flush.NONE)
-            elif block.parent is not None and self._is_lost(block.parent):
-                self._refuse(block, self._why_lost())
+                self._queue.settle(block, Flush.NONE)
+            elif block.parent is not None and is_lost(block.parent):
+                self._queue.refuse(block, self._why_lost(block))
             else:
                 block.flush = Flush.WRITING
+                block.space.disk_arriving += 1
                 self._index.hold_host(block)
                 blocks.append(block)
         if len(slots) > len(blocks):
@@ -382,7 +376,7 @@ class Flusher:
     async def _charge(self) -> None:
         """Have a group's bytes of the budget at hand."""
         if self.budget is not None and self._queue:
-            block_bytes = self._queue[0].space.shape.block_bytes
+            block_bytes = self._queue.head.space.shape.block_bytes
             await self.budget.charge(max(GROUP_BYTES, block_bytes))
 
     def _may_spend(self) -> bool:
@@ -392,33 +386,18 @@ class Flusher:
             return True
         return self.budget.left_bytes >= block.space.shape.block_bytes
 
-    def _why_lost(self) -> str:
-        return "budget" if self.over_budget else "no_room"
+    def _why_lost(self, block: Block) -> str:
+        if self.over_budget:
+            return "budget"
+        return "no_room" if block.space.disk_room > 0 else "quota"
 
     def _refuse_for_budget(self, shape: BlockShape) -> None:
         """Refuse the queue's head: the day's bytes are written."""
         self.over_budget = True
-        for _ in range(min(len(self._queue), _ENQUEUED_AT_ONCE)):
-            if self._queue[0].space.shape != shape:
-                break
-            self._refuse(self._queue.popleft(), "budget")
+        self._queue.refuse_leading(shape, _ENQUEUED_AT_ONCE, "budget")
         if self._queue:
             self._work.set()
         self._tell()
-
-    @staticmethod
-    def _is_lost(parent: Block) -> bool:
-        return parent.disk is None and parent.flush is Flush.REFUSED
-
-    def _wanted(self, shape: BlockShape) -> int:
-        """Return how many blocks at the queue's head make a group."""
-        limit = group_limit(shape)
-        wanted = 0
-        for block in self._queue:
-            if block.space.shape != shape or wanted == limit:
-                break
-            wanted += 1
-        return wanted
 
     def _make_room(self, shape: BlockShape, missing: int, *, needed: bool) -> None:
         """Choose blocks to leave the disk; refuse the queue's head when nothing else can leave.
@@ -439,10 +418,7 @@ class Flusher:
         if self._index.disk_held and now - self._stuck_since < _RETRY_SECONDS:
             return
         hint = self._index.disk_room_hint
-        for _ in range(min(len(self._queue), _ENQUEUED_AT_ONCE)):
-            if self._queue[0].space.shape != shape:
-                break
-            self._refuse(self._queue.popleft(), "no_room")
+        self._queue.refuse_leading(shape, _ENQUEUED_AT_ONCE, "no_room")
         # What these blocks kept on disk are their own ancestors: no room for them.
         self._index.disk_room_hint = hint
         self._stuck_since = None
@@ -454,16 +430,6 @@ class Flusher:
     def _tell(self, shape: BlockShape | None = None) -> None:
         self._progress.notify()
         self._on_room(shape)
-
-    def _refuse(self, block: Block, why: str = "") -> None:
-        self._dequeued(block, Flush.REFUSED)
-        if block.dead:
-            return
-        self._counters.counts["flush_refused_blocks"] += 1
-        if why:
-            self._counters.counts[f"flush_skipped_{why}_blocks"] += 1
-        self._index.offer(block)
-        self._refused.add(block)
 
     async def _flush_group(self, group: Group) -> None:
         """Steps 2 to 5."""
@@ -491,9 +457,10 @@ class Flusher:
         ok = await self.records.commit(list(records.values()), self._deletes.take())
         for block, slot in zip(group.blocks, group.slots, strict=True):
             self._writing -= 1
+            block.space.disk_arriving -= 1
             record = records.get(block)
             if record is None:
-                self._refuse(block)
+                self._queue.refuse(block)
                 self._disk.free([slot])
                 parent = block.parent
                 if parent is not None and parent.flush in (Flush.QUEUED, Flush.WRITING):
@@ -501,14 +468,14 @@ class Flusher:
                     self.enqueue(block)
             elif not ok:
                 # Its record may be durable all the same: it is deleted before the slot is used.
-                self._refuse(block)
+                self._queue.refuse(block)
                 self.deleted(block, slot)
             elif block.dead:
                 # It died during the commit.
-                self._dequeued(block, Flush.NONE)
+                self._queue.settle(block, Flush.NONE)
                 self.deleted(block, slot)
             else:
-                self._dequeued(block, Flush.NONE)
+                self._queue.settle(block, Flush.NONE)
                 block.recorded = record.sequence
                 self._index.put_disk(block, slot)
                 self._counters.counts["flushed_blocks"] += 1
@@ -530,7 +497,3 @@ class Flusher:
         if freed and self._refused:
             self._index.disk_room_hint = True
         self._work.set()
-
-
-def _is_under_way(block: Block) -> bool:
-    return block.flush in (Flush.QUEUED, Flush.WRITING) and not block.dead

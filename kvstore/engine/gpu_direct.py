@@ -152,10 +152,13 @@ class GpuDirect:
     async def _bring(self, batch: Sequence[Block]) -> None:
         slots: list[Slot] = []
         outcomes: list[Outcome] = []
+        admitted = self._room.admit(batch)
+        batch = sorted(batch, key=lambda block: block not in admitted)
         try:
             shape = batch[0].space.shape
             newest = max(block.sequence for block in batch)
-            slots = await self._mover.slots(shape, len(batch), newest)
+            if admitted:
+                slots = await self._mover.slots(shape, len(admitted), newest)
             reads = []
             for block, slot in zip(batch, slots, strict=False):
                 assert block.disk is not None
@@ -165,6 +168,7 @@ class GpuDirect:
             outcomes = await self._timed(reads, shape.block_bytes)
         finally:
             # Also when cancelled: by then the engine is done with disk and device.
+            self._room.arrived(admitted)
             for at, block in enumerate(batch):
                 taken = slots[at] if at < len(slots) else None
                 outcome = outcomes[at] if at < len(outcomes) else Outcome.IO_ERROR

@@ -249,13 +249,16 @@ class GpuMover:
         outcomes: list[Outcome] = []
         loop = asyncio.get_running_loop()
         begun = loop.time()
+        admitted = self._room.admit(ascent.block for ascent in batch)
+        batch = sorted(batch, key=lambda ascent: ascent.block not in admitted)
         try:
             shape = batch[0].block.space.shape
             newest = max(ascent.block.sequence for ascent in batch)
             rare = None
             if not any(ascent.waiters for ascent in batch):
                 rare = min(self._demand.uses(ascent.block) for ascent in batch)
-            slots = await self.slots(shape, len(batch), newest, rare)
+            if admitted:
+                slots = await self.slots(shape, len(admitted), newest, rare)
             transfers = [
                 self._transfer(ascent.block, slot, ascent.block.host)
                 for ascent, slot in zip(batch, slots, strict=False)
@@ -270,6 +273,7 @@ class GpuMover:
             # Also when cancelled: by then the device has finished, and nothing may view a slab any
             # more when its slots become free.
             transfers.clear()
+            self._room.arrived(admitted)
             landed = 0
             for at, ascent in enumerate(batch):
                 done = at < len(outcomes) and outcomes[at] is Outcome.OK

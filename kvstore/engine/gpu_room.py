@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Final
 from kvstore.tiers.base import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from kvstore.engine.counters import Counters
     from kvstore.engine.gpu_demand import GpuDemand
-    from kvstore.index import Block, BlockIndex
+    from kvstore.index import Block, BlockIndex, SpaceIndex
     from kvstore.space import BlockShape
     from kvstore.tiers.base import Slot
     from kvstore.tiers.gpu import GpuTier
@@ -107,6 +107,40 @@ class GpuRoom:
             slots = gpu.allocate(shape, count)
         return slots, hot
 
+    def admit(self, blocks: Iterable[Block]) -> set[Block]:
+        """Return those blocks that the quotas of their spaces let in, each with `arrived` to follow.
+
+        A space makes room among its own copies that were used less recently.
+        """
+        admitted: set[Block] = set()
+        for block in blocks:
+            space = block.space
+            if space.gpu_room <= 0:
+                self.evict_own(space, 1 - space.gpu_room, block.sequence)
+            if space.gpu_room > 0:
+                space.gpu_arriving += 1
+                admitted.add(block)
+        return admitted
+
+    @staticmethod
+    def arrived(admitted: Iterable[Block]) -> None:
+        """Blocks are there, or are not coming."""
+        for block in admitted:
+            block.space.gpu_arriving -= 1
+
+    def evict_own(self, space: SpaceIndex, count: int, older_than: int | None = None) -> int:
+        """Drop up to `count` copies of a space, coldest first, for its quota."""
+        gone = 0
+        while space.own is not None and gone < count:
+            block = space.own[TierName.GPU].peek()
+            if block is None or (older_than is not None and block.sequence >= older_than):
+                break
+            self._index.drop_gpu(block)
+            gone += 1
+        self._counters.counts["evicted_blocks_gpu"] += gone
+        self._counters.counts["quota_evicted_blocks_gpu"] += gone
+        return gone
+
     def _keeps(self, block: Block, uses: int | None) -> bool:
         """Return whether a block is used too often to make room for what is used so often."""
         return uses is not None and self._demand.uses(block) > uses
@@ -136,6 +170,8 @@ class GpuRoom:
     def _worth_demoting(self, block: Block, before: int) -> bool:
         """Return whether a block that is on disk otherwise should go to host, which has room."""
         shape = block.space.shape
+        if block.space.host_room <= before:
+            return False
         if block.host is not None or (before + 1) * shape.block_bytes > _DEMOTE_BYTES:
             return False
         total = sum(g.slots for g in self._host.groups() if g.shape == shape)

@@ -137,6 +137,7 @@ class Grants:
         )
         self._grants[(owner, grant_id)] = grant
         self.slot_count += len(slots)
+        space.granted += len(slots)
         for writer in writers:
             writer.writing.add(grant)
             self._attachments[writer.id] = writer
@@ -212,6 +213,7 @@ class Grants:
         """Turn a slot without open shards into a block, or free it."""
         del grant.slots[slot]
         self.slot_count -= 1
+        grant.space.granted -= 1
         space, key, parent_key = grant.space, granted.key, granted.parent
         if key is not None:
             self._unbind(space, key, parent_key)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from kvstore.engine.flusher import Flusher
+    from kvstore.engine.limits import Limits
     from kvstore.engine.pins import Pins
     from kvstore.engine.tickets import Tickets
     from kvstore.index import BlockIndex
@@ -29,8 +30,9 @@ _CHUNK: Final = 2000
 class Housekeeper:
     """Expires pins and tickets, tries a degraded disk again, saves the LRU order."""
 
-    def __init__(self, index: BlockIndex, pins: Pins, tickets: Tickets) -> None:
+    def __init__(self, index: BlockIndex, pins: Pins, tickets: Tickets, limits: Limits) -> None:
         """Compose; `disk` and `flusher` are set afterwards when there is a disk tier."""
+        self._limits = limits
         self._index = index
         self._pins = pins
         self._tickets = tickets
@@ -81,7 +83,7 @@ class Housekeeper:
             await self.save_touches()
 
     async def save_touches(self) -> None:
-        """Save the LRU order of what is on disk."""
+        """Save the LRU order of what is on disk, then when that was."""
         if self.flusher is None:
             return
         for space in list(self._index.spaces.values()):
@@ -89,3 +91,4 @@ class Housekeeper:
             for at in range(0, len(blocks), _CHUNK):
                 await self.flusher.records.save_touches(blocks[at : at + _CHUNK])
                 await asyncio.sleep(0)
+        await self._limits.save_times()

@@ -23,7 +23,7 @@ __all__ = ["in_turns", "lookup_in_turns", "pin_in_turns"]
 
 # A key costs a lookup 0.3 µs, a pin 1 µs.
 _LOOKUP_KEYS: Final = 16_384
-_PIN_KEYS: Final = 8_192
+_PIN_KEYS: Final = 4_096
 
 
 async def in_turns(count: int, step: int) -> AsyncIterator[tuple[int, int]]:
@@ -61,7 +61,12 @@ async def lookup_in_turns(
 
 
 async def pin_in_turns(
-    engine: Engine, space: SpaceIndex, epoch: int, keys: Keys, ttl_seconds: float
+    engine: Engine,
+    space: SpaceIndex,
+    epoch: int,
+    keys: Keys,
+    ttl_seconds: float,
+    owner: str = "",
 ) -> int:
     """Pin a run; see `Engine.pin`. When it fails, earlier parts stay pinned.
 
@@ -72,7 +77,7 @@ async def pin_in_turns(
     pinned = 0
     async for at, end in in_turns(len(keys), _PIN_KEYS):
         engine.space(space.id, epoch)
-        pinned += await engine.pin(space, keys[at:end], ttl_seconds)
+        pinned += await engine.pin(space, keys[at:end], ttl_seconds, owner)
         if pinned < end:
             break
     return pinned

@@ -15,6 +15,7 @@ NO_MISS = Miss()
 
 _OF_CAUSE = {
     "evicted": MissReason.EVICTED,
+    "expired": MissReason.EXPIRED,
     "corrupt": MissReason.CORRUPT,
     "io_error": MissReason.IO_ERROR,
     "epoch": MissReason.OTHER_EPOCH,

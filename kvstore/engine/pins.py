@@ -1,5 +1,9 @@
 """Pins: blocks whose last copy, and one on disk, must stay, durably, until unpinned or expired.
 
+Every owner (a chat session, an agent; or nobody in particular) has pins of its own, and a block stays
+as long as anybody's pin does. A pin with an owner always expires, so that an owner that is gone keeps
+nothing for ever; pinning again moves the expiry.
+
 Commit protocol
 
 1. Pinning: the blocks of the run stay from now on, so that none leaves while the store is at work;
@@ -10,18 +14,20 @@ Commit protocol
 
 Killed before 2 the old pins are there, after it the new ones. Recovery: pins of blocks that are
 back are in force; the others, and those that expired, are deleted. A block that leaves takes its
-pin with it at once, and the record at the next start.
+pins with it at once, and the records at the next start.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import KVStoreError
 from kvstore.index import NEVER
-from kvstore.index.records import PinRecord
+from kvstore.index.records import PinRecord, pin_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,15 +35,34 @@ if TYPE_CHECKING:
     from kvstore.engine.store_thread import StoreThread
     from kvstore.index import Block, BlockIndex, SpaceIndex
 
-__all__ = ["Pins"]
-
+__all__ = ["PinGroup", "Pins"]
 
 # At a time, with a turn of the loop between.
-_PART: Final = 8_192
+_PART: Final = 4_096
+
+# A pin within its space: key and owner.
+_Name = tuple[bytes, str]
+
+
+@dataclass(slots=True)
+class PinGroup:
+    """The pins of one owner in one space.
+
+    Attributes:
+        blocks: how many.
+        first_end: Unix time at which the first one expires; `NEVER`: none does.
+        last_end: when the last one does; `NEVER`: at least one does not.
+    """
+
+    space: SpaceIndex
+    owner: str
+    blocks: int = 0
+    first_end: float = NEVER
+    last_end: float = 0.0
 
 
 class Pins:
-    """All pins, by space id and key, with their expiry in Unix seconds.
+    """All pins, by space id, key and owner, with their expiry in Unix seconds.
 
     Changes take turns, so that what is stored and what is in force stay the same.
     """
@@ -46,14 +71,26 @@ class Pins:
         """Start without pins; `restore` brings the stored ones back."""
         self._index = index
         self._store = store
-        self._until: dict[bytes, dict[bytes, float]] = {}
+        self._until: dict[bytes, dict[bytes, dict[str, float]]] = {}
+        # Per space, no later than the first expiry; exact after each look at all pins.
+        self._first_end: dict[bytes, float] = {}
         self._turn = asyncio.Lock()
 
     def counts(self) -> dict[bytes, int]:
-        """Return the number of pinned blocks per space id."""
-        return {space_id: len(pinned) for space_id, pinned in self._until.items() if pinned}
+        """Return the number of pinned blocks per space id. Any thread."""
+        return {space_id: len(pinned) for space_id, pinned in list(self._until.items()) if pinned}
 
-    async def pin(self, space: SpaceIndex, run: Sequence[Block], ttl_seconds: float) -> None:
+    def first_end(self, space_id: bytes) -> float:
+        """Return the Unix time at which a space's first pin expires; `NEVER`: none does."""
+        return self._first_end.get(space_id, NEVER)
+
+    def owners(self, space_id: bytes, key: bytes) -> list[str]:
+        """Return whose pins keep a block."""
+        return list(self._until.get(space_id, {}).get(key, ()))
+
+    async def pin(
+        self, space: SpaceIndex, run: Sequence[Block], ttl_seconds: float, owner: str = ""
+    ) -> None:
         """Pin a run until unpinned, or for a time; durable on return.
 
         Raises:
@@ -67,22 +104,34 @@ class Pins:
             block.pinned_until = max(until, block.pinned_until)
         async with self._turn:
             pinned = self._until.setdefault(space.id, {})
-            before = {key: pinned[key] for key in keys if key in pinned}
-            pinned.update(dict.fromkeys(keys, until))
-            records = [PinRecord(space.id, key, expires) for key in keys]
+            before = {key: pinned[key].get(owner) for key in keys if key in pinned}
+            for key in keys:
+                pinned.setdefault(key, {})[owner] = until
+            self._first_end[space.id] = min(until, self.first_end(space.id))
+            records = [PinRecord(space.id, key, expires, owner) for key in keys]
             try:
                 await self._store.run(self._store.store.put_pins, records)
             except KVStoreError:
                 for key in keys:
-                    pinned.pop(key, None)
-                pinned.update(before)
+                    old = before.get(key)
+                    if old is None:
+                        self._remove(space.id, (key, owner))
+                    elif key in pinned:
+                        pinned[key][owner] = old
                 raise
             finally:
                 for key in keys:
                     self._apply(space.id, key)
 
-    async def unpin(self, space: SpaceIndex, keys: Iterable[bytes] | None) -> int:
-        """Unpin keys, or a whole space; return how many were pinned.
+    async def unpin(
+        self, space: SpaceIndex, keys: Iterable[bytes] | None, owner: str | None = None
+    ) -> int:
+        """Unpin keys, or a whole space; return from how many blocks a pin was taken.
+
+        Args:
+            space: whose blocks.
+            keys: which; None: all.
+            owner: whose pins; None: everybody's.
 
         Raises:
             StoreDamaged: those that are not unpinned yet are still pinned.
@@ -92,10 +141,50 @@ class Pins:
             wanted = list(pinned if keys is None else dict.fromkeys(keys))
             dropped = 0
             for at in range(0, len(wanted), _PART):
-                part = [key for key in wanted[at : at + _PART] if key in pinned]
-                await self._drop(space.id, part)
-                dropped += len(part)
+                names = [
+                    (key, whose)
+                    for key in wanted[at : at + _PART]
+                    for whose in pinned.get(key, ())
+                    if owner is None or whose == owner
+                ]
+                await self._drop(space.id, names)
+                dropped += len({key for key, _ in names})
+                await asyncio.sleep(0)
         return dropped
+
+    async def unpin_owner(self, owner: str) -> int:
+        """Take away all pins of an owner, in every space; return from how many blocks.
+
+        Raises:
+            StoreDamaged: those that are not unpinned yet are still pinned.
+        """
+        spaces = [self._index.spaces[i] for i in self.counts() if i in self._index.spaces]
+        return sum([await self.unpin(space, None, owner) for space in spaces])
+
+    async def groups(self, space: SpaceIndex | None, owner: str | None) -> list[PinGroup]:
+        """Return pins per space and owner.
+
+        Args:
+            space: only its pins; None: all spaces'.
+            owner: only this one's; None: everybody's.
+        """
+        found: dict[tuple[bytes, str], PinGroup] = {}
+        for space_id in [space.id] if space is not None else list(self._until):
+            listed = list(self._until.get(space_id, {}).items())
+            for at in range(0, len(listed), _PART):
+                for _, owners in listed[at : at + _PART]:
+                    for whose, until in owners.items():
+                        if owner is not None and whose != owner:
+                            continue
+                        group = found.get((space_id, whose))
+                        if group is None:
+                            group = PinGroup(self._index.spaces[space_id], whose)
+                            found[space_id, whose] = group
+                        group.blocks += 1
+                        group.first_end = min(group.first_end, until)
+                        group.last_end = max(group.last_end, until)
+                await asyncio.sleep(0)
+        return list(found.values())
 
     async def expire(self) -> None:
         """Drop the pins whose time is over.
@@ -106,24 +195,34 @@ class Pins:
         now = time.time()
         async with self._turn:
             for space_id, pinned in list(self._until.items()):
-                listed = list(pinned.items())
+                if self.first_end(space_id) == NEVER:
+                    continue
+                listed, first = list(pinned.items()), math.inf
                 for at in range(0, len(listed), _PART):
-                    part = [key for key, until in listed[at : at + _PART] if until < now]
-                    await self._drop(space_id, part)
+                    over: list[_Name] = []
+                    for key, owners in listed[at : at + _PART]:
+                        for owner, until in owners.items():
+                            if until < now:
+                                over.append((key, owner))
+                            else:
+                                first = min(first, until)
+                    await self._drop(space_id, over)
                     await asyncio.sleep(0)
+                self._first_end[space_id] = first
 
     def forget(self, block: Block) -> None:
         """The block is gone; a stored pin is dropped at the next start, if it is not back."""
         self._until.get(block.space.id, {}).pop(block.key, None)
 
-    def forget_space(self, space: SpaceIndex) -> list[bytes]:
+    def forget_space(self, space: SpaceIndex) -> list[_Name]:
         """The space's blocks are gone; return the pins that `delete_stored` is to delete."""
         pinned = self._until.get(space.id, {})
-        keys = list(pinned)
+        names = [(key, owner) for key, owners in pinned.items() for owner in owners]
         pinned.clear()
-        return keys
+        self._first_end.pop(space.id, None)
+        return names
 
-    async def delete_stored(self, space: SpaceIndex, keys: Sequence[bytes]) -> None:
+    async def delete_stored(self, space: SpaceIndex, names: Sequence[_Name]) -> None:
         """Delete what is stored of forgotten pins, unless they were pinned again since.
 
         Raises:
@@ -131,40 +230,52 @@ class Pins:
         """
         async with self._turn:
             pinned = self._until.get(space.id, {})
-            for at in range(0, len(keys), _PART):
-                part = [key for key in keys[at : at + _PART] if key not in pinned]
+            for at in range(0, len(names), _PART):
+                part = [(k, o) for k, o in names[at : at + _PART] if o not in pinned.get(k, ())]
                 await self._drop(space.id, part)
 
     def restore(self) -> None:
         """Pin again what is still there; forget the other pins. Before serving: it blocks."""
         lost = []
+        now = time.time()
         for pin in self._store.store.pins():
             space = self._index.spaces.get(pin.space_id)
             block = None if space is None else space.blocks.get(pin.key)
             until = pin.expires_unix or NEVER
-            if block is None or until < time.time():
-                lost.append((pin.space_id, pin.key))
+            if block is None or until < now:
+                lost.append((pin.space_id, pin_name(pin.key, pin.owner)))
             else:
-                block.pinned_until = until
-                self._until.setdefault(pin.space_id, {})[pin.key] = until
+                block.pinned_until = max(until, block.pinned_until)
+                pinned = self._until.setdefault(pin.space_id, {})
+                pinned.setdefault(pin.key, {})[pin.owner] = until
+                self._first_end[pin.space_id] = min(until, self.first_end(pin.space_id))
         if lost:
             self._store.store.delete_pins(lost)
 
-    async def _drop(self, space_id: bytes, keys: Sequence[bytes]) -> None:
-        if not keys:
+    async def _drop(self, space_id: bytes, names: Sequence[_Name]) -> None:
+        if not names:
             return
-        names = [(space_id, key) for key in keys]
-        await self._store.run(self._store.store.delete_pins, names)
+        stored = [(space_id, pin_name(*name)) for name in names]
+        await self._store.run(self._store.store.delete_pins, stored)
+        for name in names:
+            self._remove(space_id, name)
+            self._apply(space_id, name[0])
+
+    def _remove(self, space_id: bytes, name: _Name) -> None:
+        key, owner = name
         pinned = self._until.get(space_id, {})
-        for key in keys:
-            pinned.pop(key, None)
-            self._apply(space_id, key)
+        owners = pinned.get(key)
+        if owners is not None:
+            owners.pop(owner, None)
+            if not owners:
+                del pinned[key]
 
     def _apply(self, space_id: bytes, key: bytes) -> None:
-        """Bring a block in line with its pin."""
+        """Bring a block in line with its pins."""
         space = self._index.spaces.get(space_id)
         block = None if space is None else space.blocks.get(key)
         if block is not None:
-            block.pinned_until = self._until.get(space_id, {}).get(key, 0.0)
+            owners = self._until.get(space_id, {}).get(key, {})
+            block.pinned_until = max(owners.values(), default=0.0)
             if not block.pinned_until:
                 self._index.offer(block)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.engine.attachments import Attachment
+    from kvstore.engine.counters import Counters
     from kvstore.engine.grants import Grant, Grants
     from kvstore.engine.room import HostRoom
     from kvstore.index import Block, BlockIndex, SpaceIndex
@@ -34,9 +35,16 @@ class Reservations:
     """
 
     def __init__(
-        self, index: BlockIndex, grants: Grants, room: HostRoom, *, cap_bytes: int
+        self,
+        index: BlockIndex,
+        grants: Grants,
+        room: HostRoom,
+        counters: Counters,
+        *,
+        cap_bytes: int,
     ) -> None:
         """Compose."""
+        self._counters = counters
         self._index = index
         self._grants = grants
         self._room = room
@@ -157,7 +165,8 @@ class Reservations:
             for block in held:
                 self._index.hold_host(block)
             try:
-                slots = room.take(space.shape, count)
+                allowed = room.admit(space, count)
+                slots = room.take(space.shape, allowed) if allowed else []
             finally:
                 for block in held:
                     self._index.release_host(block)
@@ -167,7 +176,11 @@ class Reservations:
                 return slots, Shortage.BUSY
             self._send_to_disk(held)
             left = deadline - loop.time()
-            if not room.may_come(space.shape):
+            if not allowed and not (space.host_quota and space.unsettled):
+                # Only the protected chains themselves could make room, or nothing ever fits.
+                self._counters.counts["quota_refused_blocks"] += count
+                return slots, Shortage.QUOTA
+            if allowed and not room.may_come(space.shape):
                 return slots, Shortage.NO_ROOM
             if left <= 0:
                 return slots, Shortage.BUSY

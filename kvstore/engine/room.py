@@ -3,18 +3,20 @@
 Slots come, in this order, from free slots, from memory that the pool has not taken yet (in the
 background), and from what is coldest: slab groups of other shapes (`reclaimer`), or blocks of the
 same shape. Copies that are also on disk are dropped ahead of need, between watermarks; a
-last copy leaves only for a block that needs its slot.
+last copy leaves only for a block that needs its slot. Before that, a space with a quota makes room
+for its blocks among its own (`admit`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstore.engine.reclaimer import Reclaimer
 from kvstore.engine.retirement import Retirement
 from kvstore.engine.wake import Signal
 from kvstore.index import Flush, Pressure
+from kvstore.tiers.base import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -22,12 +24,15 @@ if TYPE_CHECKING:
     from kvstore.engine.attachments import Attachments
     from kvstore.engine.counters import Counters
     from kvstore.engine.flusher import Flusher
-    from kvstore.index import Block, BlockIndex
+    from kvstore.index import Block, BlockIndex, EvictionQueue, SpaceIndex
     from kvstore.space import BlockShape
     from kvstore.tiers.base import Slot
     from kvstore.tiers.host import HostTier
 
 __all__ = ["HostRoom", "Signal"]
+
+# Blocks of one space that make room for others of it in one go: a few milliseconds.
+_OWN_AT_ONCE: Final = 1000
 
 
 class HostRoom:
@@ -100,7 +105,8 @@ class HostRoom:
             if growing < missing and not host.allocating:
                 self._reclaim_colder(shape, missing, older_than)
                 growing = self._growing(shape, missing)
-                freed = self._evict(shape, missing - growing, older_than, inline=True)
+                queue = self._index.host_queue(shape)
+                freed = self._evict(queue, missing - growing, older_than, inline=True)
                 if freed:
                     slots += host.allocate(shape, freed)
             if not slots and not growing and not host.allocating and older_than is None:
@@ -112,6 +118,28 @@ class HostRoom:
             # Otherwise what is prefetched would push out itself, a little at a time.
             self._schedule_ahead(shape)
         return slots
+
+    def admit(self, space: SpaceIndex, count: int, older_than: int | None = None) -> int:
+        """Return how many more blocks a space's quota allows, making room among its own blocks.
+
+        Args:
+            space: of the blocks to come.
+            count: how many.
+            older_than: evict only blocks of a lower sequence number.
+        """
+        missing = min(count - space.host_room, _OWN_AT_ONCE)
+        if missing > 0:
+            self.evict_own(space, missing, older_than)
+        return max(0, min(count, space.host_room))
+
+    def evict_own(self, space: SpaceIndex, count: int, older_than: int | None = None) -> int:
+        """Drop up to `count` blocks of a space, coldest first, for its quota."""
+        if self.closed or space.own is None:
+            return 0
+        queue = space.own[TierName.HOST]
+        gone = self._evict(queue, count, older_than, inline=True, pressure=Pressure.QUOTA)
+        self._counters.counts["quota_evicted_blocks_host"] += gone
+        return gone
 
     def _growing(self, shape: BlockShape, missing: int) -> int:
         """Return for how many of the missing blocks there is memory, or is in a moment."""
@@ -152,7 +180,7 @@ class HostRoom:
 
     def _evict(
         self,
-        shape: BlockShape,
+        queue: EvictionQueue,
         count: int,
         older_than: int | None = None,
         *,
@@ -164,7 +192,6 @@ class HostRoom:
         Blocks that must be flushed first are sent to disk instead, but not more of them than
         are wanted, those on their way counted: who waits asks again when each group is there.
         """
-        queue = self._index.host_queue(shape)
         freed = 0
         while freed < count:
             block = queue.peek()
@@ -193,7 +220,8 @@ class HostRoom:
 
     def shrink(self, shape: BlockShape, count: int) -> int:
         """Drop up to `count` host copies for a smaller tier, coldest first, as the rule allows."""
-        return self._evict(shape, count, inline=True, pressure=Pressure.RESIZE)
+        queue = self._index.host_queue(shape)
+        return self._evict(queue, count, inline=True, pressure=Pressure.RESIZE)
 
     def made(self, shape: BlockShape | None) -> None:
         """Blocks may leave that could not before: wake who waits, or drop some ahead of need."""
@@ -219,7 +247,7 @@ class HostRoom:
         if total and free < low:
             self._reclaim_colder(shape, high - host.free_blocks(shape), None)
             free = host.free_blocks(shape) + self._growing(shape, high)
-            self._evict(shape, high - free, inline=False)
+            self._evict(self._index.host_queue(shape), high - free, inline=False)
 
     def retire(self, group: int) -> None:
         """Take a slab group out of service; it is removed when nobody maps it any more."""

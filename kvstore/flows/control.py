@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +15,7 @@ from kvstore.flows.writing import Writing
 from kvstore.keys import Keys
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.steps import Flow
-from kvstore.wire import MAX_KEYS, tier_value
+from kvstore.wire import MAX_KEYS, NO_LIMIT, TIERS, tier_value
 
 __all__ = ["Asked", "Evicted", "SpaceFlows"]
 
@@ -112,27 +113,59 @@ class SpaceFlows(Reading, Writing):
             request = pb.CancelPrefetchRequest(ticket_ids=ids[at : at + _MOST_CANCELLED])
             yield from self._rpc("CancelPrefetch", request)
 
-    def pin(self, keys: Keys, ttl_s: float | None) -> Flow[int]:
+    def pin(self, keys: Keys, ttl_s: float | None, owner: str = "") -> Flow[int]:
         """Keep a leading run; return how long it is."""
-        if ttl_s is not None and ttl_s <= 0:
-            raise InvalidRequest("ttl_s", f"must be above 0, not {ttl_s}")
-        ttl_ms = 0 if ttl_s is None else max(1, round(ttl_s * 1e3))
+        if owner and ttl_s is None:
+            raise InvalidRequest("ttl_s", "a pin with an owner needs one: its owner may be gone")
+        ttl_ms = 0 if ttl_s is None else _ttl_ms(ttl_s)
         blocks = 0
         for part in parts(keys):
-            request = pb.PinRequest(space=self._space.ref, keys=part.packed, ttl_ms=ttl_ms)
+            request = pb.PinRequest(
+                space=self._space.ref, keys=part.packed, ttl_ms=ttl_ms, owner=owner
+            )
             answer = yield from self._rpc("Pin", request)
             blocks += answer.blocks
             if answer.blocks < len(part):
                 break
         return blocks
 
-    def unpin(self, keys: Keys | None) -> Flow[int]:
+    def unpin(self, keys: Keys | None, owner: str = "") -> Flow[int]:
         """Unpin keys, or with None the whole space; return how many blocks were unpinned."""
         blocks = 0
         for packed in _all_or(keys):
-            request = pb.UnpinRequest(space=self._space.ref, keys=packed)
+            request = pb.UnpinRequest(space=self._space.ref, keys=packed, owner=owner)
             blocks += (yield from self._rpc("Unpin", request)).blocks
         return blocks
+
+    def set_quotas(self, sizes: Mapping[str, float | None]) -> Flow[pb.SetLimitsResponse]:
+        """Set the quotas of tiers, or with None clear them, all or none."""
+        changes: dict[str, int | None] = {}
+        for tier, size in sizes.items():
+            if tier not in TIERS:
+                raise InvalidRequest("tier", f"{tier!r} is not one of {', '.join(TIERS)}")
+            if size is None or size == math.inf:
+                changes[f"{tier}_bytes"] = None if size is None else NO_LIMIT
+            elif 0 <= size < NO_LIMIT and size == int(size):
+                changes[f"{tier}_bytes"] = int(size)
+            else:
+                raise InvalidRequest(tier, f"{size} is no size in bytes")
+        return self._limit(changes)
+
+    def set_ttl(self, ttl_s: float | None) -> Flow[pb.SetLimitsResponse]:
+        """Set how long what nobody uses stays, or with None clear it."""
+        if ttl_s == math.inf:
+            return self._limit({"ttl_ms": NO_LIMIT})
+        return self._limit({"ttl_ms": None if ttl_s is None else _ttl_ms(ttl_s)})
+
+    def _limit(self, changes: Mapping[str, int | None]) -> Flow[pb.SetLimitsResponse]:
+        request = pb.SetLimitsRequest(space_id=self._space.ref.id)
+        for name, value in changes.items():
+            if value is None:
+                request.clear.append(name)
+            else:
+                setattr(request.limits, name, value)
+        answer: pb.SetLimitsResponse = yield from self._rpc("SetLimits", request)
+        return answer
 
     def evict(self, keys: Keys | None, tier: str | None) -> Flow[Evicted]:
         """Remove copies of keys, or with None of the whole space."""
@@ -160,6 +193,17 @@ class SpaceFlows(Reading, Writing):
         )
         answer: pb.ExplainResponse = yield from self._rpc("Explain", request)
         return answer
+
+
+def _ttl_ms(ttl_s: float) -> int:
+    """Return a time to live in whole milliseconds.
+
+    Raises:
+        InvalidRequest: it is not above 0, or longer than can be said.
+    """
+    if not 0 < ttl_s < 1e15:
+        raise InvalidRequest("ttl_s", f"must be above 0, not {ttl_s}")
+    return max(1, round(ttl_s * 1e3))
 
 
 def _all_or(keys: Keys | None) -> Iterable[bytes]:

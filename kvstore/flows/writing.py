@@ -22,7 +22,7 @@ from kvstore.wire import CHUNK_BYTES, MAX_KEYS, SlotArray, pack_chain_parents
 
 __all__ = ["Writing"]
 
-_FINAL: Final = {Shortage.NO_ROOM, Shortage.DRAINING, Shortage.ORPHAN}
+_FINAL: Final = {Shortage.NO_ROOM, Shortage.DRAINING, Shortage.ORPHAN, Shortage.QUOTA}
 _PRESENT: Final = {CommitOutcome.COMMITTED, CommitOutcome.EXISTS, CommitOutcome.WAITING}
 
 

@@ -11,6 +11,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc as rpc
 from kvstore.server.answers import answering, streaming
 from kvstore.server.doctor import Doctor
+from kvstore.server.limits import list_pins, set_limits
 from kvstore.server.stats import space_infos, stats_message
 from kvstore.server.verify import verify_message
 from kvstore.tiers.base import TierName
@@ -67,6 +68,18 @@ class AdminService(rpc.AdminServicer):
         return pb.ListSpacesResponse(spaces=space_infos(self.engine))
 
     @answering
+    async def SetLimits(
+        self, request: pb.SetLimitsRequest, context: Context
+    ) -> pb.SetLimitsResponse:
+        """Set quotas and times to live of a space."""
+        return await set_limits(self.engine, request)
+
+    @answering
+    async def ListPins(self, request: pb.ListPinsRequest, context: Context) -> pb.ListPinsResponse:
+        """List pins per space and owner."""
+        return await list_pins(self.engine, request)
+
+    @answering
     async def Flush(self, request: pb.FlushRequest, context: Context) -> pb.FlushResponse:
         """Make everything durable."""
         try:
@@ -75,13 +88,12 @@ class AdminService(rpc.AdminServicer):
             )
         except TimeoutError:
             return pb.FlushResponse(done=False)
-        why = self.engine.why_skipped
         return pb.FlushResponse(
             done=True,
             blocks=blocks,
             skipped=len(skipped),
             skipped_blocks=[
-                pb.SkippedBlock(space_id=b.space.id, key=b.key, reason=why)
+                pb.SkippedBlock(space_id=b.space.id, key=b.key, reason=self.engine.skip_reason(b))
                 for b in skipped[:_LISTED]
             ],
         )

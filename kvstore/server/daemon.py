@@ -42,6 +42,7 @@ from kvstore.engine.budget import DiskBudget
 from kvstore.engine.host_index import HOST_INDEX_NAME
 from kvstore.engine.recorder import Recorder
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.index import SpaceLimits
 from kvstore.index.lmdb_store import MetaStore
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc as rpc
@@ -184,7 +185,14 @@ def _build(config: ServeConfig, store: MetaStore, pool: Path) -> Engine:
         lease_cap_bytes=config.lease_cap,
         grant_cap_bytes=config.grant_cap,
         warm_up_bytes=config.host_pool // 4 if config.warm_up is None else config.warm_up,
+        default_limits=_default_limits(config),
     )
+
+
+def _default_limits(config: ServeConfig) -> SpaceLimits:
+    ttl = config.default_ttl_s
+    sizes = {f"{tier}_bytes": size for tier, size in config.default_quota.items()}
+    return SpaceLimits(**sizes, ttl_ms=None if ttl is None else round(ttl * 1e3))
 
 
 def _ready(

@@ -52,6 +52,7 @@ _COMMIT_ITEMS = 2_048
 _MOST_TICKETS = 4_096
 _MAX_WAIT_MS = 3_600_000
 _REQUEST_ID_CHARS = 256
+_OWNER_BYTES = 128
 _SLOT_BYTES = SLOT_NAME_DTYPE.itemsize
 
 
@@ -91,6 +92,12 @@ class KVStoreService(rpc.KVStoreServicer):
                 "parent", f"has {len(parent)} bytes, keys have {space.spec.key_bytes}"
             )
         return parent if any(parent) else b""
+
+    @staticmethod
+    def _owner(owner: str) -> str:
+        if len(owner.encode()) > _OWNER_BYTES or not owner.isprintable():
+            raise InvalidRequest("owner", f"must be printable, of at most {_OWNER_BYTES} bytes")
+        return owner
 
     def _check_gpu(self, tier: int) -> None:
         if tier == pb.TIER_GPU and self.engine.gpu is None:
@@ -337,18 +344,26 @@ class KVStoreService(rpc.KVStoreServicer):
         """Pin a run."""
         space = self._space(request.space)
         keys = self._keys(space, request.keys)
+        owner = self._owner(request.owner)
+        if owner and not request.ttl_ms:
+            raise InvalidRequest("ttl_ms", "a pin with an owner needs one: its owner may be gone")
         blocks = await pin_in_turns(
-            self.engine, space, request.space.epoch, keys, request.ttl_ms / 1e3
+            self.engine, space, request.space.epoch, keys, request.ttl_ms / 1e3, owner
         )
         return pb.PinResponse(blocks=blocks)
 
     @answering
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
         """Undo pins."""
+        owner = self._owner(request.owner) or None
+        if owner is not None and not request.HasField("space"):
+            if request.keys:
+                raise InvalidRequest("space", "is missing; keys are those of one space")
+            return pb.UnpinResponse(blocks=await self.engine.pins.unpin_owner(owner))
         space = self._space(request.space)
         keys = self._keys(space, request.keys, may_be_empty=True)
         named = keys if len(keys) else None
-        return pb.UnpinResponse(blocks=await self.engine.pins.unpin(space, named))
+        return pb.UnpinResponse(blocks=await self.engine.pins.unpin(space, named, owner))
 
     @answering
     async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:

@@ -13,6 +13,7 @@ from kvstore.engine.counters import BUCKET_SECONDS, UsageCounts
 from kvstore.miss import MissReason
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.server.metric_series import COUNTS, SERIES, TIMINGS, Kind
+from kvstore.tiers.base import TierName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +32,13 @@ _CALLS: Final = frozenset(
     method.name.lower()
     for service in pb.DESCRIPTOR.services_by_name.values()
     for method in service.methods
+)
+_BY_TIER: Final = (
+    "hit_blocks",
+    "hit_tokens",
+    "evicted_blocks",
+    "quota_evicted_blocks",
+    "expired_blocks",
 )
 _STUCK: Final = (State.PRESUMED_DEAD, State.SILENT)
 
@@ -98,6 +106,7 @@ class EngineCollector(Collector):
         counts = engine.counters.counts
         spaces = list(engine.index.spaces.values())
         yield "kvstore_spaces", (), len(spaces)
+        yield "kvstore_pinned_blocks", (), sum(engine.pins.counts().values())
         tiers = [("host", engine.host.usage(), engine.host.state)]
         blocks = Counter(host=sum(space.host_blocks for space in spaces))
         if engine.disk is not None:
@@ -112,8 +121,12 @@ class EngineCollector(Collector):
             yield "kvstore_tier_used_bytes", label, usage.used_bytes
             yield "kvstore_tier_blocks", label, blocks[tier]
             yield "kvstore_tier_degraded", label, int(state != "ok")
-            for name in ("hit_blocks", "hit_tokens", "evicted_blocks"):
+            for name in _BY_TIER:
                 yield f"kvstore_{name}", label, counts.get(f"{name}_{tier}", 0)
+            which = TierName[tier.upper()]
+            limited = [space for space in spaces if space.in_force.quota_bytes(which) is not None]
+            yield "kvstore_spaces_with_quota", label, len(limited)
+            yield "kvstore_spaces_over_quota", label, sum(s.excess(which) > 0 for s in limited)
 
     def _holders(self) -> Iterator[_Sample]:
         engine = self._engine

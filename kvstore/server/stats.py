@@ -10,6 +10,7 @@ import kvstore
 from kvstore.engine.attachments import State
 from kvstore.engine.counters import UsageCounts
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.server.limits import limits_in_force, limits_message, unix_ms
 from kvstore.tiers.base import TierName
 from kvstore.wire import spec_to_message
 
@@ -57,6 +58,7 @@ def space_infos(engine: Engine) -> list[pb.SpaceInfo]:
     pinned = engine.pins.counts()
 
     def info(space: SpaceIndex) -> pb.SpaceInfo:
+        size = space.shape.block_bytes
         return pb.SpaceInfo(
             space=pb.SpaceRef(id=space.id, epoch=space.epoch),
             spec=spec_to_message(space.spec),
@@ -66,6 +68,13 @@ def space_infos(engine: Engine) -> list[pb.SpaceInfo]:
             blocks_disk=space.disk_blocks,
             pinned=pinned.get(space.id, 0),
             usage=_usage(engine.usage.get(space.id, UsageCounts())),
+            bytes_gpu=space.gpu_blocks * size,
+            bytes_host=space.host_blocks * size,
+            bytes_disk=space.disk_blocks * size,
+            pinned_bytes=pinned.get(space.id, 0) * size,
+            pins_end_unix_ms=unix_ms(engine.pins.first_end(space.id)),
+            limits=limits_in_force(space.in_force) if space.in_force else None,
+            own_limits=limits_message(space.limits) if space.limits else None,
         )
 
     infos = [info(space) for space in spaces]

@@ -64,6 +64,11 @@ CHAIN_BLOCKS: Final = 8
 # Chains in groups of three begin with the same blocks.
 SHARED_BLOCKS: Final = 3
 ROUNDS: Final = 10
+# Whose pins: nobody's in particular, and two sessions', which expire long after any test.
+OWNERS: Final = ("", "session-a", "session-b")
+PIN_SECONDS: Final = 36_000.0
+# Of a space, on disk; None: no quota.
+QUOTA_BLOCKS: Final = (None, None, 0, 6, 12, 24)
 
 SPECS: Final = {
     "small": SpaceSpec(model="small", dtype="bfloat16", block_tokens=16, shard_bytes=(4096,)),
@@ -256,15 +261,10 @@ class Life(World):
         self.check_epochs()
         await self.settle(PATIENCE_SECONDS)
         for name, space in self.spaces.items():
-            for pinned, value in list(self.oracle.pins[name].items()):
-                block = space.blocks.get(bytes.fromhex(pinned))
-                if block is None:
-                    # A pin goes with its block; it was in memory only, perhaps.
-                    self.tell("pinning", name, [pinned])
-                elif value == YES and not block.pinned_until:
-                    self.problem("lost", f"the pin of {pinned} in {name}")
-                elif value == NO and block.pinned_until:
-                    self.problem("lost", f"the unpinning of {pinned} in {name}")
+            self.check_pins(name, space)
+            limits = self.oracle.limits.get(name)
+            if limits is not None and limits != list(space.limits.values()):
+                self.problem("lost", f"the limits {limits} of {name}: {space.limits}")
         served = must = 0
         for name, space in self.spaces.items():
             right = set()
@@ -280,6 +280,21 @@ class Life(World):
             self.tell("opened", name, space.epoch)
         self.tell("checked", served, must)
         self.damaged = False
+
+    def check_pins(self, name: str, space: SpaceIndex) -> None:
+        for pinned, value in list(self.oracle.pins[name].items()):
+            key, _, owner = pinned.partition("/")
+            block = space.blocks.get(bytes.fromhex(key))
+            owners = self.engine.pins.owners(space.id, bytes.fromhex(key))
+            if block is None:
+                # A pin goes with its block; it was in memory only, perhaps.
+                self.tell("pinning", name, [pinned])
+            elif value == YES and not (block.pinned_until and owner in owners):
+                self.problem("lost", f"the pin of {pinned} in {name}")
+            elif value == NO and owner in owners:
+                self.problem("lost", f"the unpinning of {pinned} in {name}")
+            elif bool(owners) != bool(block.pinned_until):
+                self.problem("lost", f"{block} is pinned by {owners}")
 
     def check_epochs(self) -> None:
         for name, space in self.spaces.items():
@@ -376,22 +391,38 @@ class Life(World):
 
     async def pin(self) -> None:
         name, keys = self.any_chain()
-        names = [key.hex() for key in keys]
+        owner = self.random.choice(OWNERS)
+        names = [f"{key.hex()}/{owner}" for key in keys]
         space, epoch = self.spaces[name], self.spaces[name].epoch
         self.tell("pinning", name, names)
         if self.random.random() < 0.7:
-            count = await self.engine.pin(space, keys, 0.0)
+            count = await self.engine.pin(space, keys, PIN_SECONDS if owner else 0.0, owner)
             if space.epoch == epoch:
-                there = [key for key in names[:count] if bytes.fromhex(key) in space.blocks]
-                self.tell("pinned", name, there)
+                pinned = zip(names[:count], keys[:count], strict=True)
+                self.tell("pinned", name, [n for n, key in pinned if key in space.blocks])
         else:
-            await self.engine.pins.unpin(space, keys)
+            await self.engine.pins.unpin(space, keys, owner)
             self.tell("unpinned", name, names)
+
+    async def limit(self) -> None:
+        """Set, or clear, what a space may take on disk and how long unused blocks stay."""
+        name = self.random.choice(list(SPECS))
+        space = self.spaces[name]
+        changes: dict[str, int] = {}
+        size = self.random.choice(QUOTA_BLOCKS)
+        if size is not None:
+            changes["disk_bytes"] = size * space.shape.block_bytes
+        if self.random.random() < 0.5:
+            changes["ttl_ms"] = round(PIN_SECONDS * 1e3)
+        cleared = {"disk_bytes", "ttl_ms"} - set(changes)
+        self.tell("limiting", name)
+        await self.engine.limits.change(space, changes, cleared)
+        self.tell("limited", name, list(space.limits.values()))
 
     async def unpin(self) -> None:
         """Let everything go again: what is pinned for ever takes the room of others."""
         for name, space in self.spaces.items():
-            keys = [key.hex() for key in space.blocks]
+            keys = [f"{key.hex()}/{owner}" for key in space.blocks for owner in OWNERS]
             self.tell("pinning", name, keys)
             await self.engine.pins.unpin(space, None)
             self.tell("unpinned", name, keys)
@@ -422,8 +453,9 @@ STEPS: Final[list[Step]] = [
     Life.pin,
     Life.unpin,
     Life.resize,
+    Life.limit,
 ]
-WEIGHTS: Final = [30, 10, 10, 25, 12, 3, 6, 2, 4]
+WEIGHTS: Final = [30, 10, 10, 25, 12, 3, 6, 2, 4, 3]
 THEMES: Final[dict[str, list[Step]]] = {
     "start": [],
     "flush": [Life.fill, Life.flush],
@@ -431,6 +463,7 @@ THEMES: Final[dict[str, list[Step]]] = {
     "shrink": [Life.fill, Life.flush, Life.shrink],
     "bump": [Life.fill, Life.flush, Life.bump],
     "pin": [Life.fill, Life.flush, Life.pin, Life.pin, Life.pin],
+    "limit": [Life.fill, Life.flush, Life.limit, Life.limit, Life.fill, Life.limit],
     "restart": [Life.fill, Life.flush, Life.restart],
 }
 

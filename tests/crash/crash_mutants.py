@@ -97,6 +97,11 @@ def _epoch_in_memory(_: Life) -> None:
     patch.object(MetaStore, "bump_epoch", forgotten).start()
 
 
+def _limits_in_memory(_: Life) -> None:
+    """Limits are acknowledged that nothing keeps."""
+    patch.object(MetaStore, "put_limits", lambda *_: None).start()
+
+
 def _host_index_used_twice(_: Life) -> None:
     """The saved host index stays after the first grant."""
     patch.object(assembly, "remove_host_index", lambda _: None).start()
@@ -131,6 +136,7 @@ MUTANTS: Final[dict[str, Callable[[Life], None]]] = {
     "segments-without-headers": _segments_without_headers,
     "acknowledged-before-commit": _acknowledged_before_commit,
     "epoch-in-memory": _epoch_in_memory,
+    "limits-in-memory": _limits_in_memory,
     "host-index-used-twice": _host_index_used_twice,
     "leaked-slots": _leaked_slots,
     "record-of-another-slot": _record_of_another_slot,

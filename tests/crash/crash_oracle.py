@@ -24,7 +24,9 @@ class Oracle:
         durable: keys of blocks that must be served, with the epoch of their bytes.
         epochs: last acknowledged epoch; a space that is not there was never opened.
         bumping: a bump was begun and not acknowledged.
-        pins: YES or NO for keys whose pin is known for sure.
+        pins: YES or NO for keys, with a slash and an owner, whose pin is known for sure.
+        limits: of spaces whose limits are known for sure, as lists.
+        limiting: limits that were begun to be set and not acknowledged.
     """
 
     def __init__(self) -> None:
@@ -32,6 +34,8 @@ class Oracle:
         self.epochs: dict[str, int] = {}
         self.bumping: dict[str, int] = defaultdict(int)
         self.pins: dict[str, dict[str, str]] = defaultdict(dict)
+        self.limits: dict[str, list[int | None]] = {}
+        self.limiting: dict[str, int] = defaultdict(int)
 
     def apply(self, event: Event) -> None:
         """Take in what the child said."""
@@ -44,11 +48,13 @@ class Oracle:
         """Something was damaged: every block may be gone, no epoch may be."""
         self.durable.clear()
         self.pins.clear()
+        self.limits.clear()
 
     def _opened(self, space: str, epoch: int) -> None:
         """The space is at an epoch, as a start found it."""
         self.epochs[space] = epoch
         self.bumping[space] = 0
+        self.limiting[space] = 0
 
     def _flushed(self, space: str, epoch: int, keys: list[str]) -> None:
         if epoch == self.epochs[space] and not self.bumping[space]:
@@ -57,7 +63,8 @@ class Oracle:
     def _gone(self, space: str, key: str) -> None:
         """A block is about to leave the disk."""
         self.durable[space].pop(key, None)
-        self.pins[space].pop(key, None)
+        for name in [name for name in self.pins[space] if name.startswith(key)]:
+            del self.pins[space][name]
 
     def _bumping(self, space: str) -> None:
         self.bumping[space] += 1
@@ -69,6 +76,15 @@ class Oracle:
         self.bumping[space] -= 1
         self.durable[space].clear()
         self.pins[space].clear()
+
+    def _limiting(self, space: str) -> None:
+        self.limiting[space] += 1
+        self.limits.pop(space, None)
+
+    def _limited(self, space: str, limits: list[int | None]) -> None:
+        self.limiting[space] -= 1
+        if not self.limiting[space]:
+            self.limits[space] = limits
 
     def _pinning(self, space: str, keys: list[str]) -> None:
         for key in keys:

@@ -44,6 +44,7 @@ POINTS: Final[dict[str, Point]] = {
     "epoch.committed": Point("bump", "an epoch is in LMDB | acknowledged"),
     "epoch.durable": Point("bump", "an epoch is durable | its old blocks are forgotten"),
     "pins.committed": Point("pin", "pins are durable | acknowledged"),
+    "limits.committed": Point("limit", "limits are durable | acknowledged"),
     "budget.synced": Point("shrink", "the budget's record is written | in place"),
     "budget.renamed": Point("shrink", "the budget's record is in place | durably"),
     "host_index.written": Point("restart", "the host index is written | synced"),

@@ -71,6 +71,27 @@ def _check_space(space: SpaceIndex) -> None:
     assert space.host_blocks == sum(b.host is not None for b in space.blocks.values())
     assert space.disk_blocks == sum(b.disk is not None for b in space.blocks.values())
     assert space.gpu_blocks == sum(b.gpu is not None for b in space.blocks.values())
+    assert min(space.gpu_arriving, space.host_arriving, space.disk_arriving) >= 0
+    waiting = sum(b.flush in (Flush.QUEUED, Flush.WRITING) for b in space.blocks.values())
+    assert space.dirty >= waiting
+    if space.own is not None:
+        _check_own_queues(space)
+
+
+def _check_own_queues(space: SpaceIndex) -> None:
+    """Every block of a space with limits that may leave is offered there, once."""
+    assert space.own is not None
+    for tier, evictable in (
+        (TierName.GPU, gpu_evictable),
+        (TierName.HOST, host_evictable),
+        (TierName.DISK, disk_evictable),
+    ):
+        entries = [entry[2] for entry in space.own[tier]._heap]
+        assert len(entries) == len(set(entries)), "queued twice"
+        offered = set(entries)
+        for block in space.blocks.values():
+            assert bool(block.queued & 1 << tier + 4) == (block in offered)
+            assert not evictable(block) or block in offered, f"{block} is not offered to its space"
 
 
 def _check_queues(engine: Engine) -> None:
@@ -93,6 +114,8 @@ def _check_queues(engine: Engine) -> None:
 def _check_grants(engine: Engine) -> None:
     grants = engine.grants._grants
     assert engine.grants.slot_count == sum(len(g.slots) for g in grants.values())
+    for space in engine.index.spaces.values():
+        assert space.granted == sum(len(g.slots) for g in grants.values() if g.space is space)
     keys: dict[SpaceIndex, Counter[bytes]] = {}
     parents: dict[SpaceIndex, Counter[bytes]] = {}
     for grant in grants.values():
@@ -181,6 +204,10 @@ def _check_references(engine: Engine) -> None:
             assert block.gpu_refs == on_gpu[block], f"{block}: {block.gpu_refs} gpu references"
             assert block.disk_refs == 0
             assert block.queued_children == 0
+        both = (*held.items(), *on_gpu.items())
+        assert space.held == sum(n for block, n in both if block.space is space)
+        assert not space.dirty
+        assert not space.gpu_arriving + space.host_arriving + space.disk_arriving
     assert engine.index.host_held == sum(held.values())
     assert engine.index.gpu_held == sum(on_gpu.values())
     assert engine.index.disk_held == 0

@@ -20,7 +20,8 @@ from kvstore.engine.budget import DiskBudget
 from kvstore.engine.events import Event, LeaseDoneEvent
 from kvstore.engine.host_index import HOST_INDEX_NAME, read_host_index
 from kvstore.engine.leases import Acquired
-from kvstore.index import Block, SpaceIndex
+from kvstore.engine.steady_clock import SteadyClock
+from kvstore.index import Block, SpaceIndex, SpaceLimits
 from kvstore.index.lmdb_store import MetaStore
 from kvstore.locks import lock_byte
 from kvstore.outcomes import CommitOutcome, Shortage
@@ -81,6 +82,8 @@ class World:
         gpu_blocks: int = 0,
         gpu_devices: Callable[[], Sequence[GpuDevice]] = lambda: [SimulatedDevice()],
         gpu_engine: Callable[[], IoEngine] | None = None,
+        default_limits: SpaceLimits | None = None,
+        clock: Callable[[], SteadyClock] = SteadyClock,
     ) -> None:
         self.directory = directory
         self.pools = pools
@@ -97,6 +100,7 @@ class World:
         self.warm_up_blocks = warm_up_blocks
         self.gpu_blocks, self.gpu_devices = gpu_blocks, gpu_devices
         self.gpu_engine = gpu_engine
+        self.default_limits, self.clock = default_limits, clock
         self.gpu: GpuTier | None = None
         self.boots = itertools.count()
         self.host_index = directory / "state" / HOST_INDEX_NAME
@@ -166,6 +170,8 @@ class World:
             flush_on_reuse=self.flush_on_reuse,
             budget=None if self.budget is None else self.budget(state),
             warm_up_bytes=self.warm_up_blocks * self.block_bytes,
+            default_limits=self.default_limits,
+            clock=self.clock(),
         )
         self.may_check.clear()
         if self.hold_checks:

@@ -48,6 +48,8 @@ class EvictionMachine(RuleBasedStateMachine):
         there = self.leading_run(protect)
         got = model.reserve(wanted, protected)
         assert self.leading_run(protect) == there
+        if got:
+            assert model.quota_room("host") >= 0
         if got < wanted:
             assert not [k for k in model.order if model.evictable_host(k) and k not in there]
 
@@ -166,6 +168,31 @@ class EvictionMachine(RuleBasedStateMachine):
         keys = st.lists(st.sampled_from(self.model.order), min_size=1, max_size=4, unique=True)
         self.model.evict(data.draw(keys), tier)
 
+    @rule(tier=st.sampled_from(["host", "disk"]), quota=st.none() | st.integers(0, 5))
+    def limit(self, tier: str, quota: int | None) -> None:
+        self.model.set_quota(tier, quota)
+
+    @rule()
+    def fit(self) -> None:
+        model = self.model
+        model.fit()
+        quota = model.quotas["host"]
+        if quota is not None and quota < len(model.host):
+            assert model.coldest_host() is None
+        if model.quota_room("disk") < 0:
+            assert model.coldest_disk() is None
+
+    @precondition(lambda self: self.model.order)
+    @rule(data=st.data())
+    def expire(self, data: st.DataObject) -> None:
+        model = self.model
+        count = data.draw(st.integers(1, len(model.order)))
+        young = model.order[count:]
+        copies = [set(young) & tier for tier in (model.gpu, model.host, model.disk)]
+        model.expire(count)
+        assert [set(young) & tier for tier in (model.gpu, model.host, model.disk)] == copies
+        assert model.order[-len(young) :] == young or not young
+
     @precondition(lambda self: len(self.model.order) > 3)
     @rule(data=st.data())
     def damage(self, data: st.DataObject) -> None:
@@ -217,4 +244,5 @@ class EvictionMachine(RuleBasedStateMachine):
         model = self.model
         held = model.used or model.gpu_used or model.pinned or model.partly or model.granted
         if model.host_blocks and not held:
+            # With a quota, too: what is asked for has room, or something may go for it.
             assert model.free_host() or model.coldest_host() is not None or model.waiting

@@ -22,6 +22,11 @@ The coldest one goes first. A new block needs a parent that is there. A block go
 parent; if nothing may leave the disk for it, it is refused there, stays in host only, and so do
 its descendants, until they are asked for again.
 
+A space may have a quota in host and on disk. What is granted or brought up counts against it, and
+room is made among its own blocks, coldest first, by the same rule. A block goes to disk within the
+quota, or in the place of a colder one, or is refused there. A quota that became smaller, and blocks
+that nobody used for long, let go what the rule lets go, coldest first.
+
 Keys are texts, and name their chain: the parent of "aab" is "aa". Nothing here imports kvstore.
 """
 
@@ -48,6 +53,7 @@ class Model:
             entry.
         partly: keys of which some shards are committed, one entry per slot.
         granted: host slots without a key.
+        quotas: most blocks in "host" and on "disk"; None: no limit.
         deaths: blocks that were discarded. What still uses one knows it by another name, such as
             "ab#3"; its copies keep their slots until then.
     """
@@ -70,6 +76,7 @@ class Model:
         self.partly: list[str] = []
         self.granted = 0
         self.deaths = 0
+        self.quotas: dict[str, int | None] = {"host": None, "disk": None}
 
     # The rule.
 
@@ -125,18 +132,60 @@ class Model:
             self.order.remove(key)
             self.order.append(key)
 
+    def set_quota(self, tier: str, blocks: int | None) -> None:
+        self.quotas[tier] = blocks
+
+    def quota_room(self, tier: str) -> int:
+        """How many more blocks the quota allows; negative: there are too many."""
+        quota = self.quotas[tier]
+        if quota is None:
+            return 1 << 30
+        if tier == "disk":
+            return quota - len(self.disk)
+        return quota - len(self.host) - self.granted - len(self.partly)
+
+    def make_quota_room(self, wanted: int, protect: list[str]) -> int:
+        """Evict until the quota in host allows `wanted` more, or nothing may go; return how many."""
+        self.used += protect
+        while self.quota_room("host") < wanted and (victim := self.coldest_host()) is not None:
+            self.evict_or_enqueue(victim)
+        for key in protect:
+            self.used.remove(key)
+        return max(0, min(wanted, self.quota_room("host")))
+
+    def evict_or_enqueue(self, victim: str) -> None:
+        """Under `evict`, what would leave host goes to disk first."""
+        to_disk = self.policy == "evict" and self.disk_blocks
+        if to_disk and victim not in self.disk | self.refused:
+            self.enqueue(victim)
+        else:
+            self.drop_host(victim)
+
+    def fit(self) -> None:
+        """Let go what is too much, as far as the rule lets it."""
+        while len(self.host) > (self.quotas["host"] or 0) and self.quotas["host"] is not None:
+            victim = self.coldest_host()
+            if victim is None:
+                break
+            self.evict_or_enqueue(victim)
+        while self.quota_room("disk") < 0 and (victim := self.coldest_disk()) is not None:
+            self.drop_disk(victim)
+
+    def expire(self, count: int) -> None:
+        """The `count` coldest blocks were not used for too long."""
+        old = set(self.order[:count])
+        while (victim := self.coldest_gpu()) is not None and victim in old:
+            self.gpu.remove(victim)
+        while (victim := self.coldest_host()) is not None and victim in old:
+            self.drop_host(victim)
+        while (victim := self.coldest_disk()) is not None and victim in old:
+            self.drop_disk(victim)
+
     def make_room(self, wanted: int, protect: list[str] | None = None) -> int:
         """Evict until `wanted` host slots are free, or nothing may go; return how many are."""
         self.used += protect or []
         while self.free_host() < wanted and (victim := self.coldest_host()) is not None:
-            if (
-                self.policy == "evict"
-                and self.disk_blocks
-                and victim not in self.disk | self.refused
-            ):
-                self.enqueue(victim)
-            else:
-                self.drop_host(victim)
+            self.evict_or_enqueue(victim)
         for key in protect or []:
             self.used.remove(key)
         return min(wanted, self.free_host())
@@ -146,7 +195,8 @@ class Model:
         # A protected block that is on disk stays there without its host copy, and its chain too.
         # One that is not keeps its chain by its host copy: each of them has a child in host.
         held = [k for k in protect if k in self.host - self.disk]
-        got = self.make_room(wanted, held)
+        allowed = self.make_quota_room(wanted, held)
+        got = self.make_room(allowed, held) if allowed else 0
         if got < wanted and self.policy == "evict" and self.disk_blocks:
             # The only blocks that could leave may be the protected ones: once they are on disk
             # their host copies can go, so that a chain may be longer than the host tier.
@@ -201,6 +251,13 @@ class Model:
         key = self.waiting[0]
         if parent_of(key) not in self.disk | {None}:
             return self.refuse(key)
+        if self.quota_room("disk") <= 0:
+            colder = self.order[: self.order.index(key)]
+            while self.quota_room("disk") <= 0:
+                victim = self.coldest_disk()
+                if victim not in colder:
+                    return self.refuse(key)
+                self.drop_disk(victim)
         if self.free_disk() == 0:
             victim = self.coldest_disk()
             if victim is not None:
@@ -219,7 +276,7 @@ class Model:
     def promote(self, key: str) -> bool:
         """Give a block that is on disk a host copy."""
         self.read.append(key)
-        room = key not in self.host and self.make_room(1) == 1
+        room = key not in self.host and self.make_quota_room(1, []) == 1 == self.make_room(1)
         self.read.remove(key)
         if room:
             self.host.add(key)

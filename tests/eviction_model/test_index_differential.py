@@ -13,8 +13,11 @@ from kvstore.index import (
     NEVER,
     Block,
     BlockIndex,
+    EvictionQueue,
     Flush,
+    Pressure,
     SpaceIndex,
+    SpaceLimits,
     disk_evictable,
     gpu_evictable,
     host_evictable,
@@ -39,6 +42,7 @@ class RealIndex:
         self.gpu_used: list[tuple[str, Block]] = []
         self.space = SpaceIndex(SPEC.fingerprint, SPEC, 1)
         self.index.spaces[self.space.id] = self.space
+        self.space.open_own()
         self.disk_blocks, self.policy = disk_blocks, policy
         self.free_hosts = [Slot(0, n) for n in range(host_blocks)]
         self.free_disks = [Slot(0, n) for n in range(disk_blocks)]
@@ -64,27 +68,63 @@ class RealIndex:
     def block(self, key: str) -> Block:
         return self.space.blocks[named(key)]
 
+    def own(self, tier: TierName) -> EvictionQueue:
+        assert self.space.own is not None
+        return self.space.own[tier]
+
+    def limit(self, quotas: dict[str, int | None]) -> None:
+        size = self.space.shape.block_bytes
+        values = {f"{t}_bytes": None if n is None else n * size for t, n in quotas.items()}
+        self.space.limit(SpaceLimits(**values), SpaceLimits())
+
+    def leave_host(self, block: Block) -> None:
+        to_disk = self.policy == "evict" and self.disk_blocks
+        if to_disk and block.disk is None and block.flush is Flush.NONE:
+            self.enqueue(block)
+        else:
+            self.index.drop_host(block)
+
     def make_room(self, wanted: int) -> None:
         queue = self.index.host_queue(self.space.shape)
         while len(self.free_hosts) < wanted and (block := queue.pop()) is not None:
-            if (
-                self.policy == "evict"
-                and self.disk_blocks
-                and (block.disk is None and block.flush is Flush.NONE)
-            ):
-                self.enqueue(block)
-            else:
-                self.index.drop_host(block)
+            self.leave_host(block)
+
+    def make_quota_room(self, wanted: int) -> int:
+        space, queue = self.space, self.own(TierName.HOST)
+        space.granted = len(self.granted) + len(self.pending)
+        while space.host_room < wanted and (block := queue.pop()) is not None:
+            self.leave_host(block)
+        return max(0, min(wanted, space.host_room))
+
+    def fit(self) -> None:
+        while self.space.excess(TierName.HOST) > 0:
+            block = self.own(TierName.HOST).peek()
+            if block is None:
+                break
+            self.leave_host(block)
+        while self.space.excess(TierName.DISK) > 0:
+            block = self.own(TierName.DISK).peek()
+            if block is None:
+                break
+            self.index.drop_disk(block, Pressure.QUOTA)
+
+    def expire(self, sequence: int) -> None:
+        for tier in TierName:
+            drop = (self.index.drop_gpu, self.index.drop_host, self.index.drop_disk)[tier - 1]
+            while (block := self.own(tier).peek()) is not None and block.sequence <= sequence:
+                drop(block)
 
     def reserve(self, wanted: int, protect: list[str]) -> int:
         blocks = [self.space.blocks.get(named(key)) for key in protect]
         held = [b for b in blocks if b is not None and b.host is not None and b.disk is None]
         for block in held:
             self.index.hold_host(block)
-        self.make_room(wanted)
+        allowed = self.make_quota_room(wanted)
+        if allowed:
+            self.make_room(allowed)
         for block in held:
             self.index.release_host(block)
-        got = min(wanted, len(self.free_hosts))
+        got = min(allowed, len(self.free_hosts))
         if got < wanted and self.policy == "evict" and self.disk_blocks:
             for block in held:
                 if block.flush is Flush.NONE:
@@ -170,6 +210,12 @@ class RealIndex:
         if block.parent is not None and block.parent.disk is None:
             self._refuse(block)
             return
+        while self.space.disk_room <= 0:
+            victim = self.own(TierName.DISK).peek()
+            if victim is None or victim.sequence >= block.sequence:
+                self._refuse(block)
+                return
+            self.index.drop_disk(victim, Pressure.QUOTA)
         if not self.free_disks:
             victim = self.index.disk_queue(self.space.shape).pop()
             if victim is not None:
@@ -184,7 +230,7 @@ class RealIndex:
     def promote(self, key: str) -> None:
         block = self.block(key)
         self.index.hold_disk(block)
-        if block.host is None:
+        if block.host is None and self.make_quota_room(1):
             self.make_room(1)
             if self.free_hosts:
                 self.index.put_host(block, self.free_hosts.pop())
@@ -268,6 +314,19 @@ class Both(Model):
         done, _ = self._outermost("promote", key)
         self.real.promote(key)
         return bool(done)
+
+    def set_quota(self, tier: str, blocks: int | None) -> None:
+        super().set_quota(tier, blocks)
+        self.real.limit(self.quotas)
+
+    def fit(self) -> None:
+        self._outermost("fit")
+        self.real.fit()
+
+    def expire(self, count: int) -> None:
+        sequence = self.real.block(self.order[count - 1]).sequence
+        self._outermost("expire", count)
+        self.real.expire(sequence)
 
     def evict(self, keys: list[str], tier: str) -> None:
         self._outermost("evict", keys, tier)
@@ -373,6 +432,9 @@ class DifferentialMachine(EvictionMachine):
             (real.index.host_queue(real.space.shape), model.coldest_host()),
             (real.index.disk_queue(real.space.shape), model.coldest_disk()),
             (real.index.gpu_queue(real.space.shape), model.coldest_gpu()),
+            (real.own(TierName.HOST), model.coldest_host()),
+            (real.own(TierName.DISK), model.coldest_disk()),
+            (real.own(TierName.GPU), model.coldest_gpu()),
         ):
             victim = queue.peek()
             assert (victim and victim.key) == (coldest and named(coldest))

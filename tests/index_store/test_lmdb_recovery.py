@@ -337,13 +337,13 @@ def test_a_torn_append_to_the_epochs_file_is_overwritten(tmp_path: Path) -> None
 def test_a_store_of_another_release_is_refused_and_left_alone(tmp_path: Path) -> None:
     blocks = fill(tmp_path, 100)
     env = LmdbEnv(tmp_path / "index.mdb")
-    body = (2).to_bytes(4, "little")
+    body = (9).to_bytes(4, "little")
     later = body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
     env.write(b"meta", lambda txn: txn.put(b"format", later))
     env.close()
     before = (tmp_path / DATA).read_bytes()
     for opener in (MetaStore.open, MetaStore.open_or_reset):
-        with pytest.raises(FormatVersionError, match="format version 2 is not supported"):
+        with pytest.raises(FormatVersionError, match="format version 9 is not supported"):
             opener(tmp_path)
     assert (tmp_path / DATA).read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["epochs", "index.mdb"]

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.errors import ConfigError, KVStoreError, UnknownSpace
+from kvstore.index import SpaceLimits, records
+from kvstore.index.lmdb_env import LmdbEnv
 from kvstore.index.lmdb_store import MetaStore, StoreDamaged
-from kvstore.index.records import BlockRecord, PinRecord
+from kvstore.index.records import BlockRecord, PinRecord, UsesRecord, pin_name
 from kvstore.space import SpaceSpec
 
 if TYPE_CHECKING:
@@ -244,3 +246,48 @@ def test_the_walking_child_imports_little() -> None:
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_limits_pins_of_owners_and_uses_are_there_after_reopening(tmp_path: Path) -> None:
+    limits = SpaceLimits(host_bytes=1 << 30, ttl_ms=5_000)
+    uses = UsesRecord(5.0, 6.0, 7.0, bytes(16), ((1, 2.0), (3, 4.0)))
+    store = MetaStore.open(tmp_path)
+    space_id = store.put_space(SPEC).space_id
+    pins = [PinRecord(space_id, b"k" * 16, 0.0), PinRecord(space_id, b"k" * 16, 9.0, "agent")]
+    store.put_pins(pins)
+    store.put_limits(space_id, limits)
+    store.put_uses(uses)
+    with pytest.raises(UnknownSpace):
+        store.put_limits(OTHER.fingerprint, limits)
+    store.close()
+    # Also after a crash, when a child process has copied record by record.
+    again, note = MetaStore.open_or_reset(tmp_path)
+    assert note is None
+    assert again.limits() == {space_id: limits}
+    assert sorted(again.pins(), key=lambda pin: pin.owner) == pins
+    assert again.uses() == uses
+    again.delete_pins([(space_id, pin_name(b"k" * 16, "agent"))])
+    again.put_limits(space_id, SpaceLimits())
+    assert (again.pins(), again.limits()) == (pins[:1], {})
+    again.close()
+
+
+def test_a_store_stays_at_the_first_version_until_it_holds_what_needs_the_second(
+    tmp_path: Path,
+) -> None:
+    def version() -> int | None:
+        env = LmdbEnv(tmp_path / "index.mdb", readonly=True)
+        value = env.get(records.META, records.FORMAT_KEY)
+        env.close()
+        assert value is not None
+        return records.format_version(value, "here")
+
+    store = MetaStore.open(tmp_path)
+    space_id = store.put_space(SPEC).space_id
+    store.put_pins([PinRecord(space_id, b"k" * 16, 0.0)])
+    store.close()
+    assert version() == 1
+    store = MetaStore.open(tmp_path)
+    store.put_pins([PinRecord(space_id, b"k" * 16, 1.0, "agent")])
+    store.close()
+    assert version() == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from hypothesis import strategies as st
 from kvstore.errors import FormatVersionError
 from kvstore.index import records
 from kvstore.index.epoch_log import EpochLog
-from kvstore.index.records import BlockRecord, DamagedRecord, PinRecord, SpaceRecord
+from kvstore.index.limits import SpaceLimits
+from kvstore.index.records import BlockRecord, DamagedRecord, PinRecord, SpaceRecord, UsesRecord
 from kvstore.space import SpaceSpec
 
 GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("golden_v1.json").read_text())
+LATER: dict[str, Any] = json.loads(Path(__file__).with_name("golden_v2.json").read_text())
 SPACE_ID = bytes.fromhex(GOLDEN["space"]["space_id"])
 SPEC = SpaceSpec(**GOLDEN["space"]["spec"])
 
@@ -54,16 +57,51 @@ def test_space_and_pins_of_version_1_are_written_and_read_as_ever() -> None:
         expected = PinRecord(SPACE_ID, bytes.fromhex(pin["key"]), pin["expires_unix"])
         assert records.encode_pin(expected).hex() == pin["value"]
         value = bytes.fromhex(pin["value"])
-        assert records.decode_pin(SPACE_ID, expected.key, value) == expected
+        assert records.decode_pin(SPACE_ID, expected.key, value, 16) == expected
 
 
 def test_format_and_epochs_of_version_1_are_read_as_ever(tmp_path: Path) -> None:
-    assert records.check_format(bytes.fromhex(GOLDEN["format"]), "x")
-    assert records.encode_format().hex() == GOLDEN["format"]
+    assert records.format_version(bytes.fromhex(GOLDEN["format"]), "x") == 1
+    assert records.encode_format(1).hex() == GOLDEN["format"]
     entry = GOLDEN["epochs"]
     (tmp_path / "epochs").write_bytes(bytes.fromhex(entry["entry"]))
     log = EpochLog.open(tmp_path / "epochs")
     assert log.epoch(SPACE_ID) == entry["epoch"]
+
+
+def test_what_came_with_version_2_is_written_and_read_as_ever() -> None:
+    assert records.format_version(bytes.fromhex(LATER["format"]), "x") == 2
+    assert records.encode_format(2).hex() == LATER["format"]
+    entry = LATER["pin"]
+    pin = PinRecord(SPACE_ID, bytes.fromhex(entry["key"]), entry["expires_unix"], entry["owner"])
+    name = bytes.fromhex(entry["name"])
+    assert records.pin_name(pin.key, pin.owner) == name
+    assert records.encode_pin(pin).hex() == entry["value"]
+    assert records.decode_pin(SPACE_ID, name, bytes.fromhex(entry["value"]), 16) == pin
+    for entry in LATER["limits"]:
+        limits = SpaceLimits(*entry["values"])
+        assert records.encode_limits(SPACE_ID, limits).hex() == entry["value"]
+        assert records.decode_limits(SPACE_ID, bytes.fromhex(entry["value"])) == limits
+    entry = LATER["uses"]
+    numbers = (entry["seconds"], entry["clock"], entry["wall"], bytes.fromhex(entry["boot"]))
+    uses = UsesRecord(*numbers, tuple((mark[0], mark[1]) for mark in entry["marks"]))
+    assert records.encode_uses(uses).hex() == entry["value"]
+    assert records.decode_uses(bytes.fromhex(entry["value"])) == uses
+
+
+def test_the_layout_of_limits_and_uses_is_the_documented_one() -> None:
+    value = bytes.fromhex(LATER["limits"][0]["value"])
+    assert value[:2] == bytes([1, 0b1110])
+    numbers = [int.from_bytes(value[at : at + 8], "little") for at in range(2, 34, 8)]
+    assert numbers == [0, 1 << 33, (1 << 64) - 1, 10_800_000]
+    assert value[34:] == xxhash.xxh3_64(SPACE_ID + value[:34]).intdigest().to_bytes(8, "little")
+    entry = LATER["uses"]
+    value = bytes.fromhex(entry["value"])
+    assert value[:6] == bytes([1, 0, 2, 0, 0, 0])
+    assert struct.unpack("<3d", value[6:30]) == (entry["seconds"], entry["clock"], entry["wall"])
+    assert value[30:46].hex() == entry["boot"]
+    assert [list(mark) for mark in struct.iter_unpack("<Qd", value[46:-8])] == entry["marks"]
+    assert value[-8:] == xxhash.xxh3_64(b"uses" + value[:-8]).intdigest().to_bytes(8, "little")
 
 
 def test_the_layout_is_the_documented_one_without_help_of_the_encoder() -> None:
@@ -118,9 +156,15 @@ def test_no_flipped_bit_and_no_truncation_of_a_record_passes() -> None:
             records.decode_space(3, value)
     for value in damaged_forms(bytes.fromhex(GOLDEN["pins"][1]["value"])):
         with pytest.raises(DamagedRecord):
-            records.decode_pin(SPACE_ID, block.key, value)
+            records.decode_pin(SPACE_ID, block.key, value, 16)
+    for value in damaged_forms(bytes.fromhex(LATER["limits"][0]["value"])):
+        with pytest.raises(DamagedRecord):
+            records.decode_limits(SPACE_ID, value)
+    for value in damaged_forms(bytes.fromhex(LATER["uses"]["value"])):
+        with pytest.raises(DamagedRecord):
+            records.decode_uses(value)
     for value in damaged_forms(bytes.fromhex(GOLDEN["format"])):
-        assert not records.check_format(value, "x")
+        assert records.format_version(value, "x") is None
 
 
 def test_a_record_under_another_key_number_or_space_is_damage() -> None:
@@ -143,7 +187,7 @@ def test_an_intact_record_of_another_version_is_refused_not_skipped() -> None:
     with pytest.raises(FormatVersionError, match="version 2 is not supported"):
         records.decode_block(SPACE_ID, block.key, later, "index.mdb")
     with pytest.raises(FormatVersionError):
-        records.check_format(reseal(b"", b"", (9).to_bytes(4, "little")), "index.mdb")
+        records.format_version(reseal(b"", b"", (9).to_bytes(4, "little")), "index.mdb")
 
 
 def test_what_does_not_fit_a_record_is_refused_before_it_is_written() -> None:

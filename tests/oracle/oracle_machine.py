@@ -22,7 +22,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from oracle_daemon import FAULTS, REFUSING, ForkedDaemon
 from oracle_holding import HoldingMachine
-from oracle_model import ALL_KEYS, CHAINS, LONGEST, MIB, SPECS, Model, SpaceModel, keys_of
+from oracle_model import (
+    ALL_KEYS,
+    CHAINS,
+    LONGEST,
+    MIB,
+    SLOT_BYTES,
+    SPECS,
+    Model,
+    SpaceModel,
+    keys_of,
+)
 from oracle_players import in_threads
 from oracle_world import AWAY, SURELY_SECONDS, chains, lengths, spaces, until
 
@@ -94,7 +104,7 @@ class OracleMachine(HoldingMachine):
         space, keys = self.model.spaces[at], keys_of(name, length)
         blocks = space.blocks(keys)
         there_is_room = self.model.host_fits or (self.model.keeps and not self.model.fault)
-        patient = there_is_room and not self.outstanding
+        patient = there_is_room and not self.outstanding and not space.quotas
         timeout = SURELY_SECONDS if patient else 0.05
         stored = self.call(lambda: self.players[who].put(at, keys, blocks, timeout))
         self.note(f"put by {who} {at}/{name}[:{length}] v{space.next_version}", stored)
@@ -115,6 +125,7 @@ class OracleMachine(HoldingMachine):
         hit = self.look(who, space, keys)
         in_host = next((i for i, tier in enumerate(hit.tiers) if tier != "host"), hit.blocks)
         surely = self.model.keeps and self.model.loads and not self.outstanding
+        surely = surely and not space.quotas
         timeout = SURELY_SECONDS if surely else 0.2
         rows = self.call(lambda: self.players[who].get(space.number, keys, timeout))
         self.note(f"get by {who} in {space.number} of {len(keys)}", len(rows))
@@ -161,7 +172,7 @@ class OracleMachine(HoldingMachine):
     @rule(
         who=players,
         at=spaces,
-        what=st.sampled_from(["pin", "pin", "unpin", "bump"]),
+        what=st.sampled_from(["pin", "pin", "unpin", "bump", "limit", "limit", "expire"]),
         name=chains,
         length=lengths,
     )
@@ -170,6 +181,10 @@ class OracleMachine(HoldingMachine):
             self.pin(who, at, name, length)
         elif what == "unpin":
             self.unpin(who, at)
+        elif what == "limit":
+            self.limit(who, at, "disk" if name % 2 else "host", length if name < 2 else None)
+        elif what == "expire":
+            self.expire(who, at)
         else:
             self.bump(who, at)
 
@@ -188,6 +203,33 @@ class OracleMachine(HoldingMachine):
         self.model.weaken()
         self.call(lambda: self.players[who].unpin(at))
         self.note(f"unpin by {who} {at}")
+
+    def limit(self, who: int, at: int, tier: str, blocks: int | None) -> None:
+        """Set or clear a quota: the space keeps to it, and only its own blocks leave for that."""
+        space = self.model.spaces[at]
+        if blocks is None:
+            space.quotas.pop(tier, None)
+        else:
+            space.quotas[tier] = blocks * SLOT_BYTES[at]
+        self.model.weaken()
+        limits = self.call(lambda: self.players[who].limit(at, tier, space.quotas.get(tier)))
+        self.note(f"limit by {who} {at} {tier} to {blocks} blocks", limits)
+        assert limits == space.quotas
+        if not (self.outstanding or space.pinned or self.model.fault):
+            until(self.quotas_hold, self.stats)
+        self.model.weaken()
+
+    def expire(self, who: int, at: int) -> None:
+        """Nobody uses the space for a moment, and that is too long."""
+        self.unpin(who, at)
+        space = self.model.spaces[at]
+        space.lost(ALL_KEYS)
+        self.call(lambda: self.players[who].live_for(at, 0.2))
+        if not (self.outstanding or self.model.fault):
+            until(lambda: not self.info(at).blocks, lambda: self.info(at))
+        self.note(f"expire by {who} {at}", self.info(at).blocks)
+        self.call(lambda: self.players[who].live_for(at, None))
+        self.model.weaken()
 
     def bump(self, who: int, at: int) -> None:
         space = self.model.spaces[at]
@@ -239,7 +281,7 @@ class OracleMachine(HoldingMachine):
         ),
         at=spaces,
         name=chains,
-        what=st.sampled_from(["put", "flush", "bump", "evict", "pin", "stop"]),
+        what=st.sampled_from(["put", "flush", "bump", "evict", "pin", "limit", "stop"]),
         delay=st.sampled_from([0.0, 0.001, 0.003, 0.01, 0.03]),
     )
     def interrupt(self, how: str, at: int, name: int, what: str, delay: float) -> None:
@@ -267,7 +309,9 @@ class OracleMachine(HoldingMachine):
             assert answer.skipped == len(answer.skipped_blocks)
             skipped = {(numbers[block.space_id], block.key) for block in answer.skipped_blocks}
             if self.model.disk_fits and not (self.model.fault or self.model.refused):
-                assert not skipped, "no room on a disk that has it"
+                limited = {space.number for space in self.model.spaces if space.quotas}
+                left_out = {number for number, _ in skipped}
+                assert left_out <= limited, "no room on a disk that has it"
             self.model.flushed(skipped)
         self.model.weaken()
 
@@ -303,7 +347,8 @@ class OracleMachine(HoldingMachine):
                 found = keys_of(name)[: self.mapped.lookup(space.number, keys_of(name)).blocks]
                 safe = next((i for i, key in enumerate(found) if key in out), len(found))
                 before.append((space.number, name, safe))
-        moving = self.outstanding or not self.model.keeps
+        limited = any(space.quotas for space in self.model.spaces)
+        moving = self.outstanding or not self.model.keeps or limited
         self.crash()
         for number, name, safe in before:
             hit = self.look(0, self.model.spaces[number], keys_of(name))
@@ -336,12 +381,17 @@ class OracleMachine(HoldingMachine):
         blocks = space.blocks(keys)
         if what == "evict":
             space.lost(keys)
+        if what == "limit":
+            before = dict(space.quotas)
+            space.quotas["disk"] = 3 * SLOT_BYTES[at]
+            self.model.weaken()
         works: dict[str, Callable[[], Any]] = {
             "put": lambda: player.put(at, keys, blocks, 1.0),
             "flush": lambda: admin.flush(SURELY_SECONDS),
             "bump": lambda: player.bump(at),
             "evict": lambda: player.evict(at, keys, None),
             "pin": lambda: player.pin(at, keys),
+            "limit": lambda: player.limit(at, "disk", 3 * SLOT_BYTES[at]),
             "stop": self.daemon.terminate,
         }
 
@@ -363,6 +413,10 @@ class OracleMachine(HoldingMachine):
             self.model.restarted(kept=False)
         self.model.crashed()
         self.start_daemon()
+        if what == "limit" and isinstance(result, BaseException):
+            found = self.quotas(at)
+            assert found in (before, space.quotas), f"{found} after {before}"
+            space.quotas = found
         if what == "bump":
             assert self.admin is not None
             epoch = self.admin.open_space(SPECS[at]).epoch

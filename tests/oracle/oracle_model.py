@@ -10,6 +10,8 @@ What must be there is kept as lower bounds, per key:
 * `pinned`: its last copy may not leave for want of room;
 * `known`: which version it has, for as long as it stays sure.
 
+A space with a quota is promised less, and the others no less than before.
+
 `weaken` takes back what the tiers' sizes, the write policy and the disk's faults no longer promise.
 """
 
@@ -24,7 +26,17 @@ from numpy.typing import NDArray
 
 from kvstore import Keys, SpaceSpec, chain_keys
 
-__all__ = ["CHAINS", "LONGEST", "MIB", "SPECS", "Model", "SpaceModel", "content", "keys_of"]
+__all__ = [
+    "CHAINS",
+    "LONGEST",
+    "MIB",
+    "SLOT_BYTES",
+    "SPECS",
+    "Model",
+    "SpaceModel",
+    "content",
+    "keys_of",
+]
 
 MIB = 1 << 20
 CHAINS = 4
@@ -34,6 +46,8 @@ SPECS = (
     SpaceSpec(model="oracle", dtype="u8", block_tokens=4, shard_bytes=(192 << 10,)),
     SpaceSpec(model="oracle", dtype="u8", block_tokens=4, shard_bytes=(96 << 10, 95 << 10)),
 )
+# What a block takes in a tier.
+SLOT_BYTES = tuple(spec.shape.block_bytes for spec in SPECS)
 _MAGIC = 0x6B765F6F7261636C
 _HEAD = 5
 # With these sizes everything there is fits, whatever slab groups and segments the shapes take.
@@ -91,6 +105,7 @@ class SpaceModel:
     known: dict[bytes, int] = field(default_factory=dict)
     tainted: set[bytes] = field(default_factory=set)
     next_version: int = 0
+    quotas: dict[str, int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -151,9 +166,9 @@ class SpaceModel:
 
     def bumped(self, epoch: int) -> None:
         """A new epoch: nothing of the old one is there."""
-        number, version = self.number, self.next_version
+        number, version, quotas = self.number, self.next_version, self.quotas
         self.__init__(number, epoch)  # type: ignore[misc]
-        self.next_version = version
+        self.next_version, self.quotas = version, quotas
 
 
 @dataclass
@@ -206,6 +221,11 @@ class Model:
             if not self.disk_fits:
                 space.durable.clear()
             if not self.keeps:
+                space.keep(space.pinned | space.durable)
+            if "disk" in space.quotas:
+                space.durable &= space.pinned
+                space.keep(space.pinned)
+            elif "host" in space.quotas:
                 space.keep(space.pinned | space.durable)
 
     def flushed(self, skipped: set[tuple[int, bytes]]) -> None:

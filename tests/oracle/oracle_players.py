@@ -15,6 +15,7 @@ from kvstore import AsyncClient, Client, Keys
 from kvstore.aio import AsyncSpace
 from kvstore.client import Space
 from kvstore.flows import Hit
+from kvstore.proto import kvstore_pb2 as pb
 
 __all__ = ["AsyncPlayer", "MappedPlayer", "Player", "StreamingPlayer"]
 
@@ -22,6 +23,12 @@ T = TypeVar("T")
 
 _CALL_SECONDS = 120.0
 _CLIENT_SECONDS = 30.0
+
+
+def told_quotas(limits: pb.Limits) -> dict[str, int]:
+    """Return the quotas in a message, by tier."""
+    tiers = ("gpu", "host", "disk")
+    return {t: getattr(limits, f"{t}_bytes") for t in tiers if limits.HasField(f"{t}_bytes")}
 
 
 class Player:
@@ -52,6 +59,14 @@ class Player:
         raise NotImplementedError
 
     def unpin(self, space: int) -> None:
+        raise NotImplementedError
+
+    def limit(self, space: int, tier: str, size: int | None) -> dict[str, int]:
+        """Set or clear a quota; return what was set for the space by then."""
+        raise NotImplementedError
+
+    def live_for(self, space: int, seconds: float | None) -> None:
+        """Set or clear how long unused blocks stay."""
         raise NotImplementedError
 
     def bump(self, space: int) -> int:
@@ -97,6 +112,12 @@ class MappedPlayer(Player):
 
     def unpin(self, space: int) -> None:
         self.spaces[space].unpin()
+
+    def limit(self, space: int, tier: str, size: int | None) -> dict[str, int]:
+        return told_quotas(self.spaces[space].set_quotas(**{tier: size}).own_limits)
+
+    def live_for(self, space: int, seconds: float | None) -> None:
+        self.spaces[space].set_ttl(seconds)
 
     def bump(self, space: int) -> int:
         self.spaces[space] = self.spaces[space].bump_epoch()
@@ -160,6 +181,12 @@ class AsyncPlayer(Player):
 
     def unpin(self, space: int) -> None:
         self._run(self._spaces[space].unpin())
+
+    def limit(self, space: int, tier: str, size: int | None) -> dict[str, int]:
+        return told_quotas(self._run(self._spaces[space].set_quotas(**{tier: size})).own_limits)
+
+    def live_for(self, space: int, seconds: float | None) -> None:
+        self._run(self._spaces[space].set_ttl(seconds))
 
     def bump(self, space: int) -> int:
         self._spaces[space] = self._run(self._spaces[space].bump_epoch())

@@ -6,7 +6,13 @@ import importlib
 import sys
 from typing import Any
 
-__all__ = ["check_no_digests", "commit_nothing", "keep_granted_slots", "keep_old_epochs"]
+__all__ = [
+    "check_no_digests",
+    "commit_nothing",
+    "keep_granted_slots",
+    "keep_old_epochs",
+    "make_others_pay",
+]
 
 
 def _module(name: str) -> Any:
@@ -40,6 +46,22 @@ def check_no_digests() -> None:
 def keep_old_epochs() -> None:
     """Go on serving the blocks of an epoch that was ended."""
     _module("kvstore.index").BlockIndex.discard_space = lambda *_: []
+
+
+def make_others_pay() -> None:
+    """Keep a space's quota at the cost of every other one."""
+    tiers = _module("kvstore.tiers.base").TierName
+    room = _module("kvstore.engine.room").HostRoom
+    own = room.evict_own
+
+    def evict(self: Any, space: Any, count: int, older_than: Any = None) -> int:
+        for other in list(self._index.spaces.values()):
+            if other is not space:
+                for tier in (tiers.HOST, tiers.DISK):
+                    self._index.evict_all(list(other.blocks.values()), tier)
+        return int(own(self, space, count, older_than))
+
+    room.evict_own = evict
 
 
 def keep_granted_slots() -> None:

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from oracle_crowd import Victim
 from oracle_daemon import ForkedDaemon
 from oracle_model import CHAINS, LONGEST, SPECS, Model, SpaceModel, keys_of
-from oracle_players import AsyncPlayer, MappedPlayer, Player, StreamingPlayer
+from oracle_players import AsyncPlayer, MappedPlayer, Player, StreamingPlayer, told_quotas
 
 from kvstore import Client, Keys
 from kvstore.attach import Grant, Lease
@@ -104,6 +104,23 @@ class OracleWorld(RuleBasedStateMachine):
         found = [t for t in (stats or self.stats()).tiers if t.tier == tier]
         return found[0] if found else pb.TierStats()
 
+    def info(self, at: int, stats: pb.StatsResponse | None = None) -> pb.SpaceInfo:
+        wanted = SPECS[at].fingerprint
+        return next(i for i in (stats or self.stats()).spaces if i.space.id == wanted)
+
+    def quotas(self, at: int) -> dict[str, int]:
+        """Return the quotas that the daemon says were set for a space."""
+        return told_quotas(self.info(at).own_limits)
+
+    def quotas_hold(self) -> bool:
+        """Whether no space has more than its quotas."""
+        stats = self.stats()
+        return all(
+            getattr(self.info(space.number, stats), f"bytes_{tier}") <= size
+            for space in self.model.spaces
+            for tier, size in space.quotas.items()
+        )
+
     def start_daemon(self, **more: Any) -> None:
         if self.model.fault == "commit fails":
             # A state directory that cannot be written is refused at start, in one line.
@@ -139,6 +156,8 @@ class OracleWorld(RuleBasedStateMachine):
                 for name in range(who // 2, CHAINS, 2):
                     self.look(who, space, keys_of(name))
         assert self.reopen() == [space.epoch for space in self.model.spaces]
+        told = [self.quotas(space.number) for space in self.model.spaces]
+        assert told == [space.quotas for space in self.model.spaces]
 
     def look(self, who: int, space: SpaceModel, keys: Keys) -> Any:
         """Look a chain up; check the answer."""
@@ -261,11 +280,15 @@ class OracleWorld(RuleBasedStateMachine):
         self.leases.clear()
         self.grants.clear()
         until(self.nothing_is_held, self.stats)
+        for at in range(len(SPECS)):
+            self.call(partial(self.mapped.unpin, at))
+        until(self.quotas_hold, self.stats)
+        for space in self.model.spaces:
+            for tier in list(space.quotas):
+                self.call(partial(self.mapped.limit, space.number, tier, None))
         until(self.numbers_fit, self.stats)
         # What failed works again by itself, and what it left undone is done.
         until(self.recovered, self.stats)
-        for at in range(len(SPECS)):
-            self.call(partial(self.mapped.unpin, at))
 
         def gone() -> bool:
             left = [self.mapped.evict(at, None, None) for at in range(len(SPECS))]

@@ -8,6 +8,7 @@ import oracle_sabotage
 import oracle_world
 import pytest
 from oracle_machine import OracleMachine
+from oracle_model import keys_of
 from oracle_world import until
 
 Start = Callable[[Callable[[], None]], OracleMachine]
@@ -62,3 +63,13 @@ def test_slots_that_are_never_free_again(sabotaged: Start, monkeypatch: pytest.M
     machine.hold_grant(0, 0, 3)
     with pytest.raises(AssertionError, match="granted_slots: 3"):
         machine.finish()
+
+
+def test_a_quota_that_others_pay_for(sabotaged: Start) -> None:
+    machine = sabotaged(oracle_sabotage.make_others_pay)
+    machine.put(0, 0, 0, 6)
+    machine.put(0, 1, 0, 6)
+    machine.flush()
+    machine.limit(1, 1, "host", 2)
+    with pytest.raises(AssertionError, match="6 blocks must be there"):
+        machine.look(0, machine.model.spaces[0], keys_of(0, 6))

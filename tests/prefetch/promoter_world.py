@@ -58,6 +58,9 @@ class _Host:
     def free(self, slot: Slot) -> None:
         pass
 
+    def admit(self, space: SpaceIndex, count: int, older_than: int | None) -> int:
+        return count
+
     def views(self, slot: Slot) -> tuple[memoryview, ...]:
         return (self._buffer,)
 

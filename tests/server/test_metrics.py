@@ -65,7 +65,7 @@ def test_every_count_and_timing_in_the_code_has_a_series() -> None:
     assert len(counted) > 25
     assert counted <= set(COUNTS) | {
         f"{what}_{tier}"
-        for what in ("hit_blocks", "hit_tokens", "evicted_blocks")
+        for what in ("hit_blocks", "hit_tokens", "evicted_blocks", "quota_evicted_blocks")
         for tier in ("gpu", "host", "disk")
     }
     timed = set(re.findall(r'counters\.record\("(\w+)"', source))
@@ -73,7 +73,9 @@ def test_every_count_and_timing_in_the_code_has_a_series() -> None:
     assert timed <= set(TIMINGS)
     # And nothing is documented that nobody counts.
     for name in (*COUNTS, *TIMINGS):
-        assert f'"{name}"' in source or re.fullmatch("flush_skipped_(budget|no_room)_blocks", name)
+        assert f'"{name}"' in source or re.fullmatch(
+            "flush_skipped_(budget|no_room|quota)_blocks", name
+        )
 
 
 def test_a_scrape_shows_what_happened(make_world: Callable[..., World]) -> None:

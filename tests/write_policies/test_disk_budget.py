@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.engine.budget import DiskBudget
+from kvstore.engine.steady_clock import SteadyClock
 from kvstore.units import GIB, MIB
 
 HOUR = 3600.0
@@ -24,9 +25,7 @@ class Machine:
         return DiskBudget(
             self.path,
             day_bytes,
-            clock=lambda: self.up,
-            wall=lambda: self.unix,
-            boot=self.boot,
+            SteadyClock(clock=lambda: self.up, wall=lambda: self.unix, boot=self.boot),
         )
 
     def passes(self, seconds: float) -> None:

@@ -18,6 +18,7 @@ from engine_world import SLOT_BYTES, World, chain, until
 import kvstore
 from kvstore.config import WritePolicy, load_config
 from kvstore.engine.budget import DiskBudget
+from kvstore.engine.steady_clock import SteadyClock
 from kvstore.errors import ConfigError
 from kvstore.index.lmdb_store import MetaStore, StoreDamaged
 from kvstore.units import GIB
@@ -91,7 +92,7 @@ def test_the_budget_ends_writing_and_time_brings_it_back(
 
     def budget(state: Path) -> DiskBudget:
         day = 20 * SLOT_BYTES
-        return DiskBudget(state / "disk-budget", day, clock=lambda: now[0], boot="b")
+        return DiskBudget(state / "disk-budget", day, SteadyClock(clock=lambda: now[0], boot="b"))
 
     async def story(world: World) -> None:
         player = world.player()

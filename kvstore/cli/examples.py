@@ -28,11 +28,30 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "pin": (
         "kvstore pin --space 3f2a --tokens system_prompt.txt",
         "kvstore pin --space 3f2a --tokens system_prompt.txt --for 12h",
+        "kvstore pin --space 3f2a --tokens chat.txt --for 1h --owner chat-17",
     ),
     "unpin": (
         "kvstore unpin --space 3f2a --tokens system_prompt.txt",
         "kvstore unpin --space 3f2a --all",
+        "kvstore unpin --owner chat-17",
     ),
+    "pins": ("kvstore pins", "kvstore pins --owner chat-17"),
+    "quota": (
+        "kvstore quota",
+        "kvstore quota set --space 3f2a --host 8GiB --disk 1TiB",
+        "kvstore quota clear --space 3f2a --tier host",
+    ),
+    "quota set": (
+        "kvstore quota set --space 3f2a --host 8GiB --disk 1TiB",
+        "kvstore quota set --space 3f2a --gpu none",
+    ),
+    "quota clear": (
+        "kvstore quota clear --space 3f2a",
+        "kvstore quota clear --space 3f2a --tier host",
+    ),
+    "ttl": ("kvstore ttl", "kvstore ttl set 7d --space 3f2a"),
+    "ttl set": ("kvstore ttl set 7d --space 3f2a", "kvstore ttl set none --space 3f2a"),
+    "ttl clear": ("kvstore ttl clear --space 3f2a",),
     "evict": (
         "kvstore evict --space 3f2a --tokens prompt.txt",
         "kvstore evict --space 3f2a --all --tier host",

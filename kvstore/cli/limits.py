@@ -14,7 +14,7 @@ from kvstore.cli.connect import AddressOption, JsonOption, connect, find_space
 from kvstore.cli.output import console, count, make_table, print_json, shorten
 from kvstore.cli.plain import plain
 from kvstore.errors import ConfigError, InvalidRequest
-from kvstore.units import format_bytes, format_duration, parse_bytes, parse_seconds
+from kvstore.units import format_bytes, format_duration, format_seconds, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from kvstore.client import Space
@@ -25,11 +25,8 @@ _TIERS = ("gpu", "host", "disk")
 _SHORT_ID = 8
 _NAME_WIDTH = 22
 
-quota_app = typer.Typer(
-    help="Limit what spaces take in each tier, at the cost of their own coldest blocks.",
-    no_args_is_help=True,
-)
-ttl_app = typer.Typer(help="Have blocks leave that nobody used for a while.", no_args_is_help=True)
+quota_app = typer.Typer()
+ttl_app = typer.Typer()
 
 TierOption = Annotated[
     list[str] | None,
@@ -66,6 +63,15 @@ def _entry(space: dict[str, Any], *names: str) -> dict[str, Any]:
     return {**named, **{name: space[name] for name in (*names, "limits", "own_limits")}}
 
 
+def _is_for_another(context: typer.Context, address: str | None, as_json: bool) -> bool:
+    """Return whether a command of the group follows, which has options of its own."""
+    if context.invoked_subcommand is None:
+        return False
+    if address is not None or as_json:
+        raise InvalidRequest("options", f"write them behind {context.invoked_subcommand}")
+    return True
+
+
 def _set(address: str | None, space: str, as_json: bool, change: Callable[[Space], Any]) -> None:
     with connect(address) as client:
         limits = plain(change(find_space(client, space)))
@@ -75,9 +81,16 @@ def _set(address: str | None, space: str, as_json: bool, change: Callable[[Space
         print(f"in force now: {limit_words(limits['limits']) or 'no limits'}")
 
 
-@quota_app.command("list")
-def list_quotas(address: AddressOption = None, as_json: JsonOption = False) -> None:
-    """Show what spaces with quotas take, and may take."""
+@quota_app.callback(invoke_without_command=True)
+def list_quotas(
+    context: typer.Context, address: AddressOption = None, as_json: JsonOption = False
+) -> None:
+    """Show what spaces with quotas take, and may take.
+
+    A space that would take more loses its own coldest blocks, never others'.
+    """
+    if _is_for_another(context, address, as_json):
+        return
     listed = _spaces(
         address, lambda limits: any(limits[f"{tier}_bytes"] is not None for tier in _TIERS)
     )
@@ -113,7 +126,10 @@ def set_quotas(
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Set quotas of a space; the others stay as they are. They survive restarts."""
+    """Set quotas of a space, for good.
+
+    Those that are not named stay as they are. All survive restarts.
+    """
     given = zip(_TIERS, (gpu, host, disk), strict=True)
     sizes = {tier: _limit(text, parse_bytes) for tier, text in given if text is not None}
     if not sizes:
@@ -128,14 +144,21 @@ def clear_quotas(
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take quotas of a space away; the daemon's default is in force again."""
+    """Take quotas of a space away.
+
+    The daemon's default is in force again.
+    """
     sizes = dict.fromkeys(tier or _TIERS)
     _set(address, space, as_json, lambda opened: opened.set_quotas(**sizes))
 
 
-@ttl_app.command("list")
-def list_ttls(address: AddressOption = None, as_json: JsonOption = False) -> None:
+@ttl_app.callback(invoke_without_command=True)
+def list_ttls(
+    context: typer.Context, address: AddressOption = None, as_json: JsonOption = False
+) -> None:
     """Show spaces whose unused blocks leave after a while."""
+    if _is_for_another(context, address, as_json):
+        return
     listed = _spaces(address, lambda limits: limits["ttl_ms"] is not None)
     if as_json:
         print_json([_entry(space, "blocks") for space in listed])
@@ -161,7 +184,10 @@ def set_ttl(
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Have blocks of a space leave every tier that were not used for so long."""
+    """Have blocks leave that were not used for so long.
+
+    From every tier; what is leased or pinned stays until it is not.
+    """
     seconds = _limit(ttl, parse_seconds)
     if not seconds:
         raise InvalidRequest("ttl", "must be above 0, or none")
@@ -172,7 +198,10 @@ def set_ttl(
 def clear_ttl(
     space: SpaceOption, address: AddressOption = None, as_json: JsonOption = False
 ) -> None:
-    """Take a space's time to live away; the daemon's default is in force again."""
+    """Take a space's time to live away.
+
+    The daemon's default is in force again.
+    """
     _set(address, space, as_json, lambda opened: opened.set_ttl(None))
 
 
@@ -222,11 +251,7 @@ def pins(
 def _until(unix_ms: int) -> str:
     if not unix_ms:
         return "never"
-    left = max(0.0, unix_ms / 1e3 - time.time())
-    for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60)):
-        if left >= seconds:
-            return f"in {left / seconds:.1f} {unit}"
-    return f"in {left:.0f} s"
+    return f"in {format_seconds(max(0.0, unix_ms / 1e3 - time.time()))}"
 
 
 def register(app: typer.Typer) -> None:

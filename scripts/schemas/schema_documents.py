@@ -79,6 +79,31 @@ def _messages() -> dict[str, Schema]:
     }
 
 
+def _limits() -> dict[str, Schema]:
+    contract = Contract(_PROTO)
+    space = contract.message(pb.SpaceInfo.DESCRIPTOR)["properties"]
+
+    def listed(what: str, *names: str) -> Schema:
+        fields = {name: (space[name], "") for name in (*names, "limits", "own_limits")}
+        model = space["spec"]["properties"]["model"]
+        return {
+            "description": what,
+            **several(record(space=(space["space"], ""), model=(model, ""), **fields)),
+        }
+
+    sizes = ("bytes_gpu", "bytes_host", "bytes_disk", "pinned_bytes")
+    answer = contract.message(pb.SetLimitsResponse.DESCRIPTOR, "What is in force for a space now.")
+    return {
+        "quota": listed("The spaces that have quotas.", *sizes),
+        "ttl": listed("The spaces whose unused blocks leave after a while.", "blocks"),
+        **dict.fromkeys(("quota-set", "quota-clear", "ttl-set", "ttl-clear"), answer),
+        "pins": {
+            "description": "What is pinned, by whom.",
+            **several(contract.message(pb.PinGroup.DESCRIPTOR)),
+        },
+    }
+
+
 def _blocks() -> dict[str, Schema]:
     return {
         "pin": record(
@@ -330,6 +355,7 @@ def documents() -> dict[str, Schema]:
     return {
         **_messages(),
         **_blocks(),
+        **_limits(),
         "replay": _replay(),
         "explain-prompts": _prompts(),
         **_benches(),

@@ -20,7 +20,9 @@ TRUTH: Final[Schema] = {"type": "boolean"}
 HEXADECIMAL: Final[Schema] = {"type": "string", "pattern": "^([0-9a-f]{2})*$"}
 
 _MESSAGE: Final = re.compile(r"^message (\w+) \{$")
-_FIELD: Final = re.compile(r"^  (?:repeated )?(?:map<[^>]+>|\w+) (\w+) = \d+;(\s*// (.*))?$")
+_FIELD: Final = re.compile(
+    r"^  (?:repeated |optional )?(?:map<[^>]+>|\w+) (\w+) = \d+;(\s*// (.*))?$"
+)
 _NOTE: Final = re.compile(r"^(\s*)// (.*)$")
 
 
@@ -98,7 +100,10 @@ class Contract:
         if message is not None and message.GetOptions().map_entry:
             value = self._value(message.fields_by_name["value"])
             return {"type": "object", "additionalProperties": value}
-        return several(self._value(field)) if field.is_repeated else self._value(field)
+        if field.is_repeated:
+            return several(self._value(field))
+        optional = message is None and field.has_presence
+        return nullable(self._value(field)) if optional else self._value(field)
 
     def _value(self, field: Any) -> Schema:
         if field.message_type is not None:

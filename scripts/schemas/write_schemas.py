@@ -18,6 +18,10 @@ _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 COMMANDS: Final = {
     "explain-request": "explain",
     "explain-prompts": "explain",
+    "quota-set": "quota set",
+    "quota-clear": "quota clear",
+    "ttl-set": "ttl set",
+    "ttl-clear": "ttl clear",
     "bench-gpu": "bench gpu",
     "bench-prefetch": "bench prefetch",
 }

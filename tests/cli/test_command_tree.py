@@ -23,6 +23,10 @@ NEEDED: Final = {
     "evict": "--space 3f2a --all",
     "prefetch": "--space 3f2a 00",
     "resize": "1GiB --tier host",
+    "quota set": "--space 3f2a --host 1GiB",
+    "quota clear": "--space 3f2a",
+    "ttl set": "7d --space 3f2a",
+    "ttl clear": "--space 3f2a",
     "top": "--once",
     "explain": "--request chat-1",
 }

@@ -137,7 +137,25 @@ def test_what_commands_on_a_daemon_print(store: Store, tmp_path: Path) -> None:
     check("stats", stats)
     check("spaces", store.json("spaces"))
     check("pin", store.json("pin", *chain))
+    owned = ("--owner", "chat-17", "--for", "1h")
+    check("pin", store.json("pin", *chain, *owned))
+    pins = store.json("pins")
+    assert [(group["owner"], group["blocks"]) for group in pins] == [("", 10), ("chat-17", 10)]
+    check("pins", pins)
+    assert store.json("unpin", "--owner", "chat-17") == {"unpinned_blocks": 10}
     check("unpin", store.json("unpin", "--space", store.id, "--all"))
+    space = ("--space", store.id[:8])
+    check("quota-set", store.json("quota", "set", *space, "--host", "32MiB", "--disk", "none"))
+    check("ttl-set", store.json("ttl", "set", "3h", *space))
+    quotas, ttls = store.json("quota"), store.json("ttl")
+    assert quotas[0]["limits"]["host_bytes"] == 32 << 20
+    assert ttls[0]["limits"]["ttl_ms"] == 10_800_000
+    check("quota", quotas)
+    check("ttl", ttls)
+    check("spaces", store.json("spaces"))
+    check("quota-clear", store.json("quota", "clear", *space))
+    check("ttl-clear", store.json("ttl", "clear", *space))
+    assert store.json("quota") == store.json("ttl") == []
     check("flush", store.json("flush"))
     check("evict", store.json("evict", "--space", store.id, "--all", "--tier", "host"))
     check("prefetch", store.json("prefetch", *chain))

@@ -367,9 +367,15 @@ class Cudart:
         """Let what is submitted to a stream from now on wait for an event, on the device."""
         self._call("cudaStreamWaitEvent", stream, event, 0)
 
-    def event_create(self, *, timing: bool = False) -> int:
-        """Make an event; waiting for it sleeps instead of spinning."""
-        flags = _EVENT_BLOCKING_SYNC | (0 if timing else _EVENT_DISABLE_TIMING)
+    def event_create(self, *, timing: bool = False, spin: bool = False) -> int:
+        """Make an event.
+
+        Args:
+            timing: it has a time.
+            spin: waiting for it spins: that hears of it 30 µs sooner, and takes a processor.
+        """
+        flags = 0 if spin else _EVENT_BLOCKING_SYNC
+        flags |= 0 if timing else _EVENT_DISABLE_TIMING
         return self._handle("cudaEventCreateWithFlags", flags)
 
     def event_destroy(self, event: int) -> None:

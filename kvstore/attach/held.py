@@ -30,11 +30,7 @@ class Held:
         self._slabs = slabs
         self._slots = slots
         self._located: dict[int, Located] = {}
-        groups = slots["group"]
-        # Slots are granted in runs of the same group.
-        begins = np.ones(len(groups), np.bool_)
-        np.not_equal(groups[1:], groups[:-1], out=begins[1:])
-        self._use: int | None = slabs.use(set(groups[begins].tolist()))
+        self._use: int | None = slabs.use(slots["group"])
 
     def _locate(self, shard: int) -> Located:
         found = self._located.get(shard)

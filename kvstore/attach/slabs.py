@@ -14,10 +14,11 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.attach.located import Located, SlabArrays
 from kvstore.attach.mapped import DeviceMemory, MappedSlab, Pins, map_slab
@@ -62,12 +63,13 @@ class SlabTable:
         self._changed = threading.Condition()
         self._announced: dict[tuple[int, int], pb.Slab] = {}
         self._mapped: dict[tuple[int, int], MappedSlab] = {}
-        # Copies under way, by number: the groups of each.
-        self._using: dict[int, Collection[int]] = {}
+        # Copies under way, by number: the groups of each one's slots.
+        self._using: dict[int, NDArray[np.uint32]] = {}
         self._uses = itertools.count()
         # What lookups work with, by shard; dropped with every change to a mapped slab.
         self._arrays: dict[int, SlabArrays] = {}
         self._retired: set[int] = set()
+        self._leaving: set[int] = set()  # retired, but still in use
         self._ended: str = ""
         self._when_idle: Callable[[], None] | None = None
         self._prefaulter = Prefaulter(self._fill, rest)
@@ -97,8 +99,10 @@ class SlabTable:
     def retire(self, groups: Iterable[int]) -> None:
         """Let no new copy begin on these groups; unmap and acknowledge each when it is idle."""
         with self._changed:
-            idle = [group for group in groups if not self._in_use(group)]
-            self._retired.update(groups)
+            groups = set(groups)
+            idle = [group for group in sorted(groups) if not self._in_use(group)]
+            self._retired |= groups
+            self._leaving |= groups.difference(idle)
             gone = self._take(idle)
             self._changed.notify_all()
         _close(gone)
@@ -130,8 +134,11 @@ class SlabTable:
         with self._changed:
             return self._changed.wait_for(lambda: not self._using, timeout_s)
 
-    def use(self, groups: Collection[int]) -> int:
+    def use(self, groups: NDArray[np.uint32]) -> int:
         """Count one copy on each group; return the number that `unuse` must be given.
+
+        Args:
+            groups: of each slot: that of one may come as often as it likes.
 
         Raises:
             AttachmentLost: the attachment ended, or a group is being given back; none is counted.
@@ -139,7 +146,7 @@ class SlabTable:
         with self._changed:
             if self._ended:
                 raise AttachmentLost(self._ended)
-            gone = self._retired.intersection(groups) if self._retired else ()
+            gone = self._retired.intersection(groups.tolist()) if self._retired else ()
             if gone:
                 raise AttachmentLost(f"slab group {min(gone)} was given back")
             number = next(self._uses)
@@ -147,7 +154,7 @@ class SlabTable:
             return number
 
     def _in_use(self, group: int) -> bool:
-        return any(group in groups for groups in self._using.values())
+        return any(bool((groups == group).any()) for groups in self._using.values())
 
     def unuse(self, number: int) -> None:
         """Count a copy as finished."""
@@ -156,8 +163,10 @@ class SlabTable:
         gone: list[MappedSlab] = []
         with self._changed:
             groups = self._using.pop(number)
-            if self._retired:
-                idle = [g for g in groups if g in self._retired and not self._in_use(g)]
+            if self._leaving:
+                mine = self._leaving.intersection(groups.tolist())
+                idle = [group for group in sorted(mine) if not self._in_use(group)]
+                self._leaving.difference_update(idle)
                 gone = self._take(idle)
             if self._ended and not self._using:
                 gone += self._take([group for group, _ in self._mapped])
@@ -232,7 +241,7 @@ class SlabTable:
         """
         pins, after = self._pins, 0
         try:
-            use = self.use([group])
+            use = self.use(np.array([group], np.uint32))
         except AttachmentLost:
             return 0
         try:

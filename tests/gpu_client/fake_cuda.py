@@ -115,7 +115,7 @@ class FakeCuda:
         with self.lock:
             self.streams[stream].append(("wait", (event, self.events[event].recorded)))
 
-    def event_create(self, *, timing: bool = False) -> int:
+    def event_create(self, *, timing: bool = False, spin: bool = False) -> int:
         with self.lock:
             number = next(self.numbers)
             self.events[number] = Event()

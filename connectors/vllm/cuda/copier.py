@@ -15,8 +15,8 @@ on anything computed from them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from kvstore.attach.mapped import DEVICE, PAGEABLE
 from kvstore.connectors.vllm.copier import ATTACH_SECONDS, Lane, SlotRun
+from kvstore.connectors.vllm.cuda.events import Events
 from kvstore.connectors.vllm.cuda.flight import Flight
 from kvstore.connectors.vllm.cuda.pipe import Mover, Pipe, Runtime
 from kvstore.connectors.vllm.cuda.routes import Job, Route, job_of, route_of
@@ -126,7 +127,8 @@ class CudaCopier:
         }
         self._slow_lane: Final = Lane("kvstore-bounce", self._use_device)
         self._late_loads: Final = Lane("kvstore-late", self._use_device)
-        self._events: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._events: Final = Events(device)
+        self._spinning: Final = Events(device, spin=True)
         # Which store reads a block, by number; the engine's thread alone writes it.
         self._reader = np.zeros(geometry.blocks, np.int64)
         self._numbers = 0
@@ -144,12 +146,6 @@ class CudaCopier:
     def _use_device(self) -> None:
         self._device.set_device(self._device_number)
         self._device.relax_capture()
-
-    def _event(self) -> int:
-        try:
-            return self._events.get_nowait()
-        except queue.Empty:
-            return self._device.event_create()
 
     # Loads.
 
@@ -180,6 +176,8 @@ class CudaCopier:
             elif job.least == DEVICE:
                 # Not behind those that are on the bus.
                 pipe, lane = self._near, self._near_loads
+                self._events.give(flight.done)
+                flight.done, flight.spins = self._spinning.take(), True
                 self._submit(pipe, flight, job, to_cache=True)
             else:
                 flight.length = len(blocks) * self._geometry.block_bytes
@@ -201,8 +199,7 @@ class CudaCopier:
             with self._guard:
                 self._early += 1
             done(np.ones(len(blocks), np.bool_))
-        places = (skip + np.arange(len(blocks))) // self._group_blocks
-        lane.submit(lambda: self._loaded(pipe, flight, run, places, done, landed))
+        lane.submit(lambda: self._loaded(pipe, flight, run, skip, len(blocks), done, landed))
         return landed is not None
 
     def _load_late(
@@ -224,14 +221,14 @@ class CudaCopier:
             except Exception as error:  # noqa: BLE001 - the thread's boundary: fail this load
                 _tell("load", error)
                 if flight is None:
-                    self._events.put(begun)
+                    self._events.give(begun)
                 else:
                     self._leave(flight)
                 done(np.zeros(len(blocks), np.bool_))
                 return
             self._submit_slowly(flight, job, to_cache=True)
-            places = (skip + np.arange(len(blocks))) // self._group_blocks
-            self._loads.submit(lambda: self._loaded(self._in, flight, run, places, done, None))
+            count = len(blocks)
+            self._loads.submit(lambda: self._loaded(self._in, flight, run, skip, count, done, None))
 
         self._late_loads.submit(load)
 
@@ -276,14 +273,17 @@ class CudaCopier:
         pipe: Pipe,
         flight: Flight,
         run: SlotRun,
-        places: NDArray[np.int64],
+        skip: int,
+        count: int,
         done: Callable[[NDArray[np.bool_]], None],
         landed: Callable[[bool], None] | None,
     ) -> None:
         """On the loads' thread: wait for a load, compare generations, say what is right."""
-        right = np.zeros(len(places), np.bool_)
+        places = (skip + np.arange(count)) // self._group_blocks
+        right = np.zeros(count, np.bool_)
         # Those before it have ended; now it is submitted, and the next one behind it.
         self._submit_queued()
+        self._rehearse(flight)
         try:
             if self._arrived("load", pipe, flight):
                 current = flight.held.current(self._shard)
@@ -303,6 +303,12 @@ class CudaCopier:
                 self._early -= landed is not None
                 self._changed.notify_all()
 
+    def _rehearse(self, flight: Flight) -> None:
+        """Compare generations for nothing, so that it is a matter of microseconds afterwards."""
+        if not flight.failed:
+            with contextlib.suppress(KVStoreError):
+                flight.held.current(self._shard)
+
     def settle(self) -> None:
         """Wait until every load that was reported early has said `landed`."""
         with self._changed:
@@ -318,7 +324,7 @@ class CudaCopier:
         number = 0
         try:
             flight = self._board(run)
-            flight.read = self._event()
+            flight.read = self._events.take()
             job = self._job(flight, flat, run, 0)
             slowly = job.least == PAGEABLE
             if slowly and not self._take_slow(flight, len(flat) * self._geometry.block_bytes):
@@ -389,7 +395,7 @@ class CudaCopier:
 
     def _begun(self) -> int:
         """Remember what the compute stream has to do before."""
-        begun = self._event()
+        begun = self._events.take()
         self._device.event_record(begun, self._device.compute_stream())
         return begun
 
@@ -402,7 +408,7 @@ class CudaCopier:
         """
         held = self._attachment.using(run.slots, boot_id=run.boot_id, writer_id=run.writer_id)
         try:
-            return Flight(held, begun or self._begun(), 0, self._event())
+            return Flight(held, begun or self._begun(), 0, self._events.take())
         except BaseException:
             held.done()
             raise
@@ -452,6 +458,9 @@ class CudaCopier:
         flight.submitted.wait()
         try:
             if not flight.failed:
+                if flight.spins:
+                    # Steps before it may take their time.
+                    self._device.event_synchronize(flight.begun)
                 self._device.event_synchronize(flight.done)
                 return True
             self._quiet(pipe)
@@ -465,9 +474,10 @@ class CudaCopier:
 
     def _leave(self, flight: Flight) -> None:
         flight.held.done()
-        for event in (flight.begun, flight.read, flight.done):
+        (self._spinning if flight.spins else self._events).give(flight.done)
+        for event in (flight.begun, flight.read):
             if event:
-                self._events.put(event)
+                self._events.give(event)
 
     def close(self) -> None:
         """See `Copier.close`."""
@@ -479,8 +489,8 @@ class CudaCopier:
             lane.close()
         for pipe in (self._in, self._near, self._out, *self._slow.values()):
             pipe.close()
-        while not self._events.empty():
-            self._device.event_destroy(self._events.get())
+        self._events.close()
+        self._spinning.close()
 
 
 def _tell(what: str, error: BaseException) -> None:

@@ -19,6 +19,7 @@ class Flight:
         read: a store has read its blocks.
         done: the bytes are in place.
         length: bytes, where somebody counts them.
+        spins: who waits for `done` does not sleep: it takes less than waking up does.
         failed: it was not submitted, or not whole.
         before: earlier stores that read some of its blocks too.
         submitted: set when `read` and `done` stand for this copy.
@@ -29,6 +30,7 @@ class Flight:
     read: int
     done: int
     length: int = 0
+    spins: bool = False
     failed: bool = False
     before: set[int] = field(default_factory=set)
     submitted: threading.Event = field(default_factory=threading.Event)

@@ -90,7 +90,7 @@ class Runtime(Protocol):
     def stream_wait_event(self, stream: int, event: int) -> None:
         """See `Cudart`."""
 
-    def event_create(self, *, timing: bool = False) -> int:
+    def event_create(self, *, timing: bool = False, spin: bool = False) -> int:
         """See `Cudart`."""
 
     def event_destroy(self, event: int) -> None:

@@ -3,16 +3,16 @@
 Slots are granted and leased by a real daemon, and copied by the connector's own copier: that the
 bench reaches into the connector is its purpose. What is timed:
 
-- *copy*: from handing blocks to the copier until its callback, slots granted or leased before, in a
-  process that has just made the same copy, as plain copies are timed too: what is measured is the
-  copier, not a processor that wakes up;
-- *call*: the copy before that one, after a pause, with what comes before and after: Reserve and
-  Commit, or Acquire.
+- *copy*: from handing blocks to the copier until its callback, slots granted or leased before, right
+  after the same copy, as plain copies are timed too: what is measured is the copier, not a processor
+  that wakes up;
+- *call*: the first copy, after a pause, with what comes before and after: Reserve and Commit, or
+  Acquire.
 """
 
 from __future__ import annotations
 
-import threading
+import queue
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,20 +52,20 @@ class _Done:
     """Waits for one callback of a copier."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
-        self._right = False
+        self._said: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def stored(self, right: bool) -> None:
-        self._right = right
-        self._event.set()
+        self._said.put(right)
 
     def loaded(self, right: NDArray[np.bool_]) -> None:
         self.stored(bool(right.all()))
 
     def wait(self, what: str) -> None:
-        if not self._event.wait(_WAIT_S):
-            raise ChildError(f"a {what} did not end within {_WAIT_S:.0f} s")
-        if not self._right:
+        try:
+            right = self._said.get(timeout=_WAIT_S)
+        except queue.Empty:
+            raise ChildError(f"a {what} did not end within {_WAIT_S:.0f} s") from None
+        if not right:
             raise ChildError(f"a {what} failed")
 
 
@@ -171,8 +171,9 @@ class FakeEngine:
         run = self._slots(grants)
         self._store(run)
         call = time.perf_counter() - began
-        # Or nobody would see whether the second one copied anything.
+        # Or nobody would see whether the next ones copy anything.
         self.cache.refresh()
+        self._store(run)
         copy = self._store(run)
         began = time.perf_counter()
         self._commit(grants, keys)
@@ -208,6 +209,7 @@ class FakeEngine:
             self._load(run)
             call = time.perf_counter() - began
             self.check("load")
+            self._load(run)
             return Seconds(self._load(run), call)
         finally:
             lease.release()
@@ -254,6 +256,7 @@ class FakeEngine:
             out, into = self._slots(grants), SlotRun(lease.slots, lease.boot_id)
             self._both(out, into)
             self.check("load beside a store")
+            self._both(out, into)
             return self._both(out, into)
         finally:
             lease.release()

@@ -1,0 +1,45 @@
+"""Events that are used again: making one costs the GPU's driver more than recording it."""
+
+from __future__ import annotations
+
+import queue
+from typing import Protocol
+
+__all__ = ["Events"]
+
+
+class _Runtime(Protocol):
+    def event_create(self, *, timing: bool = False, spin: bool = False) -> int: ...
+
+    def event_destroy(self, event: int) -> None: ...
+
+
+class Events:
+    """Events of one kind; any thread."""
+
+    def __init__(self, cuda: _Runtime, *, spin: bool = False) -> None:
+        """Make none yet.
+
+        Args:
+            cuda: the runtime.
+            spin: who waits for one does not sleep.
+        """
+        self._cuda = cuda
+        self._spin = spin
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def take(self) -> int:
+        """Return an event that nobody else has."""
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            return self._cuda.event_create(spin=self._spin)
+
+    def give(self, event: int) -> None:
+        """Give one back, which may still be waited for by streams, but not by threads."""
+        self._free.put(event)
+
+    def close(self) -> None:
+        """Destroy those that were given back."""
+        while not self._free.empty():
+            self._cuda.event_destroy(self._free.get())

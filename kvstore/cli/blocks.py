@@ -13,6 +13,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import HASH_ALGORITHMS, Keys, chain_keys
 from kvstore.space import SpaceSpec
 from kvstore.units import parse_seconds
+from kvstore.vllm_keys import has_vllm_keys, vllm_keys
 
 __all__ = ["OwnerOption", "SpaceOption", "chosen_keys", "prompt_keys", "read_tokens", "register"]
 
@@ -60,9 +61,13 @@ def read_tokens(file: Path) -> list[int]:
 def prompt_keys(tokens: list[int], spec: SpaceSpec) -> Keys:
     """Return the keys that a space has for a prompt; none when it fills no block.
 
+    Of vLLM's spaces, those of plain text: without adapter, images or a cache salt.
+
     Raises:
         InvalidRequest: only the engine knows them.
     """
+    if has_vllm_keys(spec):
+        return vllm_keys(tokens, spec)
     if spec.hash_algorithm not in HASH_ALGORITHMS:
         raise InvalidRequest(
             "tokens", f"the space's keys are made by the engine ({spec.hash_algorithm}): give keys"

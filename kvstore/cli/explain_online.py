@@ -12,12 +12,15 @@ from kvstore.cli.plain import plain
 from kvstore.errors import StaleEpoch
 from kvstore.keys import HASH_ALGORITHMS
 from kvstore.space import SpaceSpec
+from kvstore.vllm_keys import has_vllm_keys
 
 if TYPE_CHECKING:
     from kvstore.client import Client, Space
 
 __all__ = ["explain_run"]
 
+# What keys depend on beside the tokens.
+_KEY_FIELDS: Final = {"block_tokens", "hash_algorithm", "root_seed", "key_bytes"}
 # Spaces with other keys that a prompt is looked for in.
 _MOST_SPACES: Final = 50
 
@@ -85,6 +88,10 @@ def _explain_prompt(client: Client, space: Space, tokens: list[int]) -> dict[str
     return {**document, "tokens": len(tokens), "tail_tokens": tail}
 
 
+def _knows_keys(spec: SpaceSpec) -> bool:
+    return spec.hash_algorithm in HASH_ALGORITHMS or has_vllm_keys(spec)
+
+
 def _look_elsewhere(
     client: Client, space: Space, tokens: list[int], document: dict[str, Any]
 ) -> None:
@@ -93,9 +100,8 @@ def _look_elsewhere(
         (info, spec)
         for info in client.spaces()
         if info.blocks
-        and (spec := SpaceSpec(**plain(info.spec))).hash_algorithm in HASH_ALGORITHMS
-        and (spec.block_tokens, spec.hash_algorithm)
-        != (space.spec.block_tokens, space.spec.hash_algorithm)
+        and _knows_keys(spec := SpaceSpec(**plain(info.spec)))
+        and any(d.field in _KEY_FIELDS for d in space.spec.differences(spec))
     ]
     infos.sort(key=lambda it: len(space.spec.differences(it[1])))
     for info, spec in infos[:_MOST_SPACES]:

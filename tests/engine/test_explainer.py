@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 from engine_world import SLOT_BYTES, Gate, World, chain, spec_of, until
+from unmapping_clients import unmapping
 
 from kvstore.engine.explainer import explain_keys, explain_request
-from kvstore.engine.explanation import Explanation
+from kvstore.engine.explanation import Explanation, miss_words
 from kvstore.engine.recent import MOST_RECENT
 from kvstore.errors import InvalidRequest
-from kvstore.index import GhostList
-from kvstore.miss import MissReason
+from kvstore.index import GhostList, Pressure
+from kvstore.miss import Miss, MissReason
 from kvstore.space import SpaceSpec
 from kvstore.tiers.base import TierName
 from kvstore.tiers.faulty import Fault, FaultKind, Faulty
@@ -221,6 +223,76 @@ def test_a_client_whose_leases_are_full_and_one_whose_lease_was_revoked(make_wor
 
     make_world(lease_cap_blocks=2).run(story)
 
+
+def test_a_pool_in_which_nothing_may_make_room(make_world: Make) -> None:
+    async def story(world: World) -> None:
+        player = world.player()
+        keys = chain("noroom", 4)
+        await player.put(keys)
+        await world.evict_host()
+        # Pinned blocks that are nowhere else fill the pool.
+        world.disk.plan.append(Fault(FaultKind.NO_SPACE, "write"))
+        full = chain("full", 8)
+        assert await player.put(full, step=2) == 8
+        await world.settle()
+        await world.engine.pin(world.space, full, 0)
+        lease, _ = player.acquire(keys, deadline=20)
+        await player.lease_done(lease)
+        found = explain_request(world.engine, str(lease))
+        says(found, MissReason.NO_ROOM, 0, "no room", "now: block 0 is there, in disk")
+
+    make_world(host_blocks=8, wrap=Faulty).run(story)
+
+
+def test_memory_that_went_to_blocks_of_another_size(make_world: Make) -> None:
+    async def story(world: World) -> None:
+        player = world.player()
+        old = [chain(f"old{i}", 8) for i in range(4)]
+        for keys in old:
+            await player.put(keys)
+        wide = await world.engine.open_space(spec_of("wide", (8192,)))
+        async with unmapping(world, player):
+            for i in range(8):
+                await player.put(chain(f"wide{i}", 4), space=wide)
+        gone = [explained(world, keys) for keys in old if keys[-1] not in world.space.blocks]
+        told = [line for found in gone for line in found.lines]
+        assert any("its memory was given to blocks of another size" in line for line in told), told
+
+    make_world(host_blocks=32, disk_blocks=0).run(story)
+
+
+def test_what_hangs_on_a_damaged_block(make_world: Make) -> None:
+    async def story(world: World) -> None:
+        keys = chain("below", 3)
+        await world.player().put(keys)
+        await world.settle()
+        world.engine.removal.corrupt(world.block(keys[0]))
+        says(explained(world, keys[2:]), MissReason.CORRUPT, 0, "below a block that was")
+
+    make_world().run(story)
+
+
+def test_every_reason_has_words_of_its_own() -> None:
+    """A new one must be explained, and in a story above: this list is theirs."""
+    told = {reason: miss_words(Miss(reason, "disk", 1e9), Pressure.NONE) for reason in MissReason}
+    del told[MissReason.NONE]
+    assert len(set(told.values())) == len(told)
+    source = Path(__file__).read_text()
+    for reason in told:
+        assert re.search(rf"says\([^\n]*MissReason\.{reason.name}\b", source), reason
+    for pressure in Pressure:
+        words = _TOLD.get(pressure, pressure.value)
+        assert words in pressure.value
+        assert not words or source.count(words) > 1, pressure
+
+
+# Pressures that stories above know by a part of their words.
+_TOLD = {
+    Pressure.ROOM: "room was needed",
+    Pressure.RESIZE: "the tier was made smaller",
+    Pressure.REQUEST: "asked for its eviction",
+    Pressure.OTHER_SIZE: "its memory was given to blocks of another size",
+}
 
 SPEC = spec_of("model")
 OTHERS: dict[str, object] = {

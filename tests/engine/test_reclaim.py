@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 
 import pytest
 from engine_invariants import check
-from engine_world import Player, World, chain, spec_of, until
+from engine_world import World, chain, spec_of, until
+from unmapping_clients import unmapping
 
 from kvstore.engine import reclaimer, retirement
-from kvstore.engine.events import SlabRetireEvent
 from kvstore.index import SpaceIndex
 from kvstore.outcomes import Shortage
 
 Make = Callable[..., World]
 
 WIDE = (8192,)  # two blocks of the other size
-
-
-@asynccontextmanager
-async def unmapping(world: World, *players: Player) -> AsyncIterator[None]:
-    """Let these clients unmap what they are told to."""
-
-    async def unmap() -> None:
-        while True:
-            for player in players:
-                for event in player.heard_of(SlabRetireEvent):
-                    world.engine.room.unmapped(player.attachment.id, event.groups)
-            await asyncio.sleep(0.001)
-
-    task = asyncio.create_task(unmap())
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 def groups_of(world: World, space: SpaceIndex) -> int:

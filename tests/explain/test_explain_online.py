@@ -19,6 +19,7 @@ import kvstore
 from kvstore.aio import AsyncClient
 from kvstore.cli.app import main
 from kvstore.errors import InvalidRequest
+from kvstore.vllm_keys import vllm_keys
 
 SPEC = kvstore.SpaceSpec(model="m", dtype="bfloat16", block_tokens=16, shard_bytes=(4096,))
 TOKENS = list(range(100, 165))  # four blocks and a token
@@ -106,6 +107,40 @@ def test_a_prompt_is_found_where_its_keys_are_others(asker: Asker) -> None:
     assert there["space"]["id"] == other.spec.fingerprint.hex()
     assert there["differences"] == [{"field": "block_tokens", "here": "16", "there": "32"}]
     assert any("holds 64 of these tokens" in line for line in document["lines"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("root_seed", "5b" * 32), ("hash_algorithm", "vllm-sha256/16"), ("block_tokens", 64)],
+)
+def test_a_vllm_prompt_is_found_where_its_keys_are_others(
+    asker: Asker, tmp_path: Path, field: str, value: Any
+) -> None:
+    """An engine's keys are computed from the tokens, as the engine does."""
+    spec = replace(
+        SPEC,
+        block_tokens=32,
+        hash_algorithm="vllm-sha256_cbor/16",
+        root_seed="4e" * 32,
+        key_bytes=32,
+    )
+    there = asker.client.open_space(replace(spec, **{field: value}))
+    asker.client.open_space(spec)
+    keys = vllm_keys(TOKENS, there.spec)
+    stored = there.put(keys, np.zeros((len(keys), 4096), np.uint8))
+    assert stored == len(keys) > 0
+    prompt = tmp_path / "prompt"
+    prompt.write_text(" ".join(map(str, TOKENS)))
+    done = asker.run(spec.fingerprint.hex(), "--tokens", str(prompt), "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert (document["blocks"], document["asked"], document["tail_tokens"]) == (0, 2, 1)
+    [found] = document["others"]
+    assert found["blocks"] == stored
+    assert [different["field"] for different in found["differences"]] == [field]
+    # In its own space it is simply there.
+    done = asker.run(there.spec.fingerprint.hex(), "--tokens", str(prompt))
+    assert done.stdout.startswith(f"{stored} of {stored} blocks are there")
 
 
 def test_a_recent_request_by_its_name(asker: Asker) -> None:

@@ -92,7 +92,15 @@ def test_evictions_name_tier_and_pressure(make_world: Make) -> None:
         found = explained(world, keys)
         says(found, MissReason.EVICTED, found.blocks, "from host", "the tier was made smaller")
 
-    for story in (asked, crowded, shrunk):
+    async def limited(world: World) -> None:
+        await world.engine.limits.change(world.space, {"host_bytes": 4 * SLOT_BYTES})
+        first = chain("first", 4)
+        for keys in (first, chain("second", 4)):
+            await world.player().put(keys)
+        found = explained(world, first)
+        says(found, MissReason.EVICTED, found.blocks, "from host", "over the quota of its space")
+
+    for story in (asked, crowded, shrunk, limited):
         make_world(host_blocks=8, disk_blocks=0).run(story)
 
 
@@ -277,13 +285,18 @@ def test_every_reason_has_words_of_its_own() -> None:
     told = {reason: miss_words(Miss(reason, "disk", 1e9), Pressure.NONE) for reason in MissReason}
     del told[MissReason.NONE]
     assert len(set(told.values())) == len(told)
-    source = Path(__file__).read_text()
+    here, limits = Path(__file__), Path(__file__).parents[1] / "limits" / "test_ttl.py"
+    source = here.read_text() + limits.read_text()
     for reason in told:
-        assert re.search(rf"says\([^\n]*MissReason\.{reason.name}\b", source), reason
-    for pressure in Pressure:
-        words = _TOLD.get(pressure, pressure.value)
+        story = rf"(says\([^\n]*|miss\.reason is )MissReason\.{reason.name}\b"
+        assert re.search(story, source), reason
+    for pressure in set(Pressure) - {
+        Pressure.NONE,
+        Pressure.EXPIRED,
+    }:  # that is a reason of its own
+        words = _TOLD[pressure]
         assert words in pressure.value
-        assert not words or source.count(words) > 1, pressure
+        assert source.count(words) > 1, pressure
 
 
 # Pressures that stories above know by a part of their words.
@@ -291,6 +304,7 @@ _TOLD = {
     Pressure.ROOM: "room was needed",
     Pressure.RESIZE: "the tier was made smaller",
     Pressure.REQUEST: "asked for its eviction",
+    Pressure.QUOTA: "over the quota of its space",
     Pressure.OTHER_SIZE: "its memory was given to blocks of another size",
 }
 

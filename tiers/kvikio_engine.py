@@ -18,13 +18,13 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.errors import TierUnavailable
-from kvstore.tiers.io_engine import SHORT, IoEngine, IoFile, IoRequest
-from kvstore.tiers.io_workers import Batch, Workers
+from kvstore.tiers.io_engine import SHORT, IoFile, IoRequest
 from kvstore.tiers.open_files import OpenFiles, check_identity
+from kvstore.tiers.threaded_engine import ThreadedEngine
 from kvstore.units import MIB
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _THREADS: Final = 8
 _TASK_BYTES: Final = MIB // 2
 
 
-class KvikioEngine(IoEngine):
+class KvikioEngine(ThreadedEngine[Any]):
     """`IoEngine` over kvikio; buffers may be in host or device memory."""
 
     def __init__(self, threads: int = _THREADS, *, task_bytes: int = _TASK_BYTES) -> None:
@@ -58,10 +58,8 @@ class KvikioEngine(IoEngine):
             raise ValueError(f"threads must be at least 1, not {threads}")
         self._thread_count = threads
         self._task_bytes = task_bytes
+        super().__init__(OpenFiles(self._open_file, _close_file))
         self._kvikio: Any = None
-        self._files: OpenFiles[Any] | None = None
-        self._movers: Workers | None = None
-        self._syncers: Workers | None = None
         self._name = "cufile"
 
     @property
@@ -84,9 +82,7 @@ class KvikioEngine(IoEngine):
             text = " ".join(str(error).split()) or type(error).__name__
             raise TierUnavailable("gpu", f"kvikio does not work: {text}") from error
         self._kvikio = kvikio
-        self._files = OpenFiles(self._open_file, _close_file)
-        self._movers = Workers("kvstore-cufile", _WAITERS)
-        self._syncers = Workers("kvstore-cufile-sync", 1)
+        self._start("kvstore-cufile", _WAITERS, 1)
 
     def _open_file(self, file: IoFile) -> Any:
         try:
@@ -100,78 +96,23 @@ class KvikioEngine(IoEngine):
             raise
         return handle
 
-    async def close(self) -> None:
-        """Finish what was submitted, close files, end the threads."""
-        for workers in (self._movers, self._syncers):
-            if workers is not None:
-                await asyncio.to_thread(workers.close)
-        self._movers = self._syncers = None
-        if self._files is not None:
-            self._files.close()
+    def _flush(self, handle: Any) -> None:
+        os.fdatasync(handle.fileno())
 
-    async def read(
-        self, requests: Sequence[IoRequest], landed: Callable[[int], None] | None = None
+    def _cut(self, requests: Sequence[IoRequest]) -> list[list[int]]:
+        return [[position] for position in range(len(requests))]
+
+    def _move_run(
+        self, requests: Sequence[IoRequest], run: list[int], writing: bool, errors: list[int]
     ) -> list[int]:
-        """Fill buffers from files; see `IoEngine.read`."""
-        return await self._move_all(requests, False, landed)
-
-    async def write(self, requests: Sequence[IoRequest]) -> list[int]:
-        """Write buffers to files; see `IoEngine.write`."""
-        return await self._move_all(requests, True, None)
-
-    async def sync(self, files: Sequence[IoFile]) -> list[int]:
-        """Make what was written durable; see `IoEngine.sync`."""
-        errors = [errno.ECANCELED] * len(files)
-
-        def flush(position: int) -> None:
-            errors[position] = errno.EIO
-            try:
-                with self._opened().use(files[position]) as handle:
-                    os.fdatasync(handle.fileno())
-            except OSError as error:
-                errors[position] = error.errno or errno.EIO
-            else:
-                errors[position] = 0
-
-        if self._syncers is None:
-            raise RuntimeError("the engine is not open")
-        await self._syncers.run(Batch(range(len(files)), flush))
-        return errors
-
-    def forget(self, file: IoFile) -> None:
-        """Close the file when its last user is done."""
-        self._opened().forget(file)
-
-    def _opened(self) -> OpenFiles[Any]:
-        if self._files is None:
-            raise RuntimeError("the engine is not open")
-        return self._files
-
-    async def _move_all(
-        self,
-        requests: Sequence[IoRequest],
-        writing: bool,
-        landed: Callable[[int], None] | None,
-    ) -> list[int]:
-        errors = [errno.ECANCELED] * len(requests)
-
-        def execute(position: int) -> None:
-            errors[position] = errno.EIO
-            found = self._move(requests[position], writing)
-            if not found and landed is not None:
-                # Until it is checked it has not arrived.
-                landed(position)
-            errors[position] = found
-
-        if self._movers is None:
-            raise RuntimeError("the engine is not open")
-        await self._movers.run(Batch(range(len(requests)), execute))
-        return errors
+        for position in run:
+            errors[position] = self._move(requests[position], writing)
+        return [position for position in run if not errors[position]]
 
     def _move(self, request: IoRequest, writing: bool) -> int:
         """Move one range, its buffers at once; return 0 or the errno when none is under way."""
         try:
-            with self._opened().use(request.file) as handle:
+            with self._handles.use(request.file) as handle:
                 begin = handle.pwrite if writing else handle.pread
                 offset = request.offset
                 futures = []

@@ -10,7 +10,6 @@ O_DIRECT is used through the page cache, and `name` says so.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 import mmap
@@ -18,9 +17,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
-from kvstore.tiers.io_engine import SHORT, IoEngine, IoFile, IoRequest
-from kvstore.tiers.io_workers import Batch, Workers
+from kvstore.tiers.io_engine import SHORT, IoFile, IoRequest
 from kvstore.tiers.open_files import OpenFiles, check_identity
+from kvstore.tiers.threaded_engine import ThreadedEngine
 from kvstore.units import MIB, PAGE_BYTES
 
 __all__ = ["PosixEngine"]
@@ -50,7 +49,7 @@ class _Handle:
         os.close(self.descriptor)
 
 
-class PosixEngine(IoEngine):
+class PosixEngine(ThreadedEngine[_Handle]):
     """`IoEngine` over ``preadv``, ``pwritev`` and ``fdatasync``."""
 
     def __init__(
@@ -78,20 +77,13 @@ class PosixEngine(IoEngine):
         self._preadv = preadv
         self._pwritev = pwritev
         self._fdatasync = fdatasync
-        self._handles = OpenFiles(self._open_file, _Handle.close)
+        super().__init__(OpenFiles(self._open_file, _Handle.close))
         self._buffered = False
-        self._movers: Workers | None = None
-        self._syncers: Workers | None = None
 
     @property
     def name(self) -> str:
         """``posix``, or ``posix-buffered`` once a file system has refused O_DIRECT."""
         return "posix-buffered" if self._buffered else "posix"
-
-    @property
-    def open_files(self) -> int:
-        """Files open at this moment."""
-        return len(self._handles)
 
     def _open_file(self, file: IoFile) -> _Handle:
         direct = True
@@ -118,74 +110,10 @@ class PosixEngine(IoEngine):
 
     async def open(self) -> None:
         """Start the threads."""
-        self._movers = Workers("kvstore-disk", self._thread_count)
-        # Threads of their own: a flush of the device's cache may take long, and reads would wait.
-        self._syncers = Workers("kvstore-sync", _SYNC_THREADS)
+        self._start("kvstore-disk", self._thread_count, _SYNC_THREADS)
 
-    async def close(self) -> None:
-        """Finish what was submitted, close files, end the threads."""
-        for workers in (self._movers, self._syncers):
-            if workers is not None:
-                await asyncio.to_thread(workers.close)
-        self._movers = self._syncers = None
-        self._handles.close()
-
-    async def read(
-        self, requests: Sequence[IoRequest], landed: Callable[[int], None] | None = None
-    ) -> list[int]:
-        """Fill buffers from files; see `IoEngine.read`."""
-        return await self._move_all(requests, False, landed)
-
-    async def write(self, requests: Sequence[IoRequest]) -> list[int]:
-        """Write buffers to files; see `IoEngine.write`."""
-        return await self._move_all(requests, True, None)
-
-    async def sync(self, files: Sequence[IoFile]) -> list[int]:
-        """Flush files in parallel; see `IoEngine.sync`."""
-        errors = [errno.ECANCELED] * len(files)
-
-        def flush(position: int) -> None:
-            errors[position] = errno.EIO
-            try:
-                with self._handles.use(files[position]) as handle:
-                    self._fdatasync(handle.descriptor)
-            except OSError as error:
-                errors[position] = error.errno or errno.EIO
-            else:
-                errors[position] = 0
-
-        if self._syncers is None:
-            raise RuntimeError("the engine is not open")
-        await self._syncers.run(Batch(range(len(files)), flush))
-        return errors
-
-    def forget(self, file: IoFile) -> None:
-        """Close the file when its last user is done."""
-        self._handles.forget(file)
-
-    async def _move_all(
-        self,
-        requests: Sequence[IoRequest],
-        writing: bool,
-        landed: Callable[[int], None] | None,
-    ) -> list[int]:
-        errors = [errno.ECANCELED] * len(requests)
-
-        def execute(run: list[int]) -> None:
-            for position in run:
-                errors[position] = errno.EIO
-            done = self._move_run(requests, run, writing, errors)
-            if landed is not None:
-                for position in done:
-                    # Until it is checked it has not arrived.
-                    errors[position] = errno.EIO
-                    landed(position)
-                    errors[position] = 0
-
-        if self._movers is None:
-            raise RuntimeError("the engine is not open")
-        await self._movers.run(Batch(self._cut(requests), execute))
-        return errors
+    def _flush(self, handle: _Handle) -> None:
+        self._fdatasync(handle.descriptor)
 
     def _cut(self, requests: Sequence[IoRequest]) -> list[list[int]]:
         """Return runs of positions; the requests of a run are adjacent in one file."""

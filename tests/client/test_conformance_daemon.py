@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvstore import AsyncClient, Client, Keys, SpaceSpec, chain_keys
-from kvstore.tiers.testing import Store, StoreConformance
+from kvstore.conformance import Store, StoreConformance
 
 T = TypeVar("T")
 

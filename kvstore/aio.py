@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import tracing
-from kvstore.attach import Attachment, Lease
+from kvstore.attach import Attachment, Lease, OperationTimes
 from kvstore.client import Client, with_parent
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.flows import Asked, Evicted, Hit, SpaceFlows, milliseconds
@@ -296,6 +296,10 @@ class AsyncClient:
     def report_usage(self, space: SpaceHandle, **amounts: int) -> None:
         """Add to what the daemon counts; see `kvstore.Client.report_usage`."""
         self._sync.report_usage(space, **amounts)
+
+    def times(self) -> dict[str, OperationTimes]:
+        """Return how long this client's operations took; see `kvstore.Client.times`."""
+        return self._sync.times()
 
     async def stats(self) -> pb.StatsResponse:
         """Return one consistent picture of the daemon."""

@@ -181,10 +181,24 @@ class AttachLocked(_message.Message):
     def __init__(self) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("usage",)
+    __slots__ = ("usage", "times")
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     usage: _containers.RepeatedCompositeFieldContainer[Usage]
-    def __init__(self, usage: _Optional[_Iterable[_Union[Usage, _Mapping]]] = ...) -> None: ...
+    times: _containers.RepeatedCompositeFieldContainer[OperationTimes]
+    def __init__(self, usage: _Optional[_Iterable[_Union[Usage, _Mapping]]] = ..., times: _Optional[_Iterable[_Union[OperationTimes, _Mapping]]] = ...) -> None: ...
+
+class OperationTimes(_message.Message):
+    __slots__ = ("operation", "buckets", "total_seconds", "longest_seconds")
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    operation: str
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    total_seconds: float
+    longest_seconds: float
+    def __init__(self, operation: _Optional[str] = ..., buckets: _Optional[_Iterable[int]] = ..., total_seconds: _Optional[float] = ..., longest_seconds: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("space", "requests", "prompt_tokens", "reused_tokens_gpu", "reused_tokens_host", "reused_tokens_disk", "local_tokens", "load_failures", "loaded_bytes", "stored_bytes")

@@ -91,7 +91,7 @@ class SchedulerSide:
         self._airborne: Counter[int] = Counter()
         self._late_leases: dict[int, Lease] = {}
         self._pace = Pace(clock)
-        self.stats = StatsLog()
+        self.stats = StatsLog(client.report_time)
         self._usage = Usage(client, self.stats)
         self._plan = StorePlan(engine, settings, clock=clock)
         self._budget = settings.step_wait_seconds

@@ -108,8 +108,13 @@ class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
 class StatsLog:
     """Counts of one half of the connector since vLLM took them last. Any thread may add."""
 
-    def __init__(self) -> None:
-        """Start at nothing."""
+    def __init__(self, tell: Callable[[str, float], None]) -> None:
+        """Start at nothing.
+
+        Args:
+            tell: is told each time as well: the daemon shows the times of all its clients.
+        """
+        self._tell = tell
         self._guard = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._seconds: dict[str, deque[float]] = {}
@@ -122,6 +127,7 @@ class StatsLog:
 
     def time(self, name: str, seconds: float) -> None:
         """Add a sample."""
+        self._tell(name, seconds)
         with self._guard:
             samples = self._seconds.get(name)
             if samples is None:

@@ -233,6 +233,9 @@ class Client(Protocol):
     ) -> None:
         """Count what became of requests; sent with the next heartbeat."""
 
+    def report_time(self, operation: str, seconds: float) -> None:
+        """Count how long a lookup, load or store took; sent with the next heartbeat."""
+
     def close(self) -> None:
         """Detach and disconnect."""
 

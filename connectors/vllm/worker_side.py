@@ -86,7 +86,7 @@ class WorkerSide:
         self._meta: StepMeta | None = None
         self._prepared = self._loaded = self._submitted = 0
         self._delayed: list[Store] = []
-        self.stats = StatsLog()
+        self.stats = StatsLog(client.report_time)
         # When stores began, by job.
         self._store_begun: dict[int, float] = {}
         # Written by other threads:

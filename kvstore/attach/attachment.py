@@ -22,6 +22,7 @@ from kvstore.attach.calls import Calls
 from kvstore.attach.incarnation import Incarnation
 from kvstore.attach.mapped import Pins
 from kvstore.attach.prefault import Rest
+from kvstore.attach.times import TimesLog
 from kvstore.attach.upstream import UpStream
 from kvstore.attach.usage import UsageLog
 from kvstore.errors import AttachmentLost, DeadlineExceeded, KVStoreError, ServerUnavailable
@@ -54,6 +55,7 @@ class Attachment(Calls):
     Attributes:
         name: of the client, for the daemon's logs.
         usage: what the client did, sent with heartbeats.
+        times: how long it took, likewise.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Attachment(Calls):
         super().__init__(link, timeout_s)
         self.name = name
         self.usage = UsageLog()
+        self.times = TimesLog()
         self._pid = os.getpid()
         self._shards = tuple(shards)
         self._map_memory = map_memory
@@ -362,7 +365,7 @@ class Attachment(Calls):
         current = self._current
         if current is not None:
             current.flush_releases(lambda batch: self._send_releases(current, batch))
-        return pb.Heartbeat(usage=self.usage.take())
+        return pb.Heartbeat(usage=self.usage.take(), times=self.times.take())
 
     def close(self, timeout_s: float) -> None:
         """Let no new copy begin, wait for those under way, then leave. Idempotent.

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvstore.address import default_address, parse_address
-from kvstore.attach import Attachment
+from kvstore.attach import Attachment, OperationTimes
 from kvstore.client.space import Space
 from kvstore.errors import InvalidRequest
 from kvstore.flows import milliseconds
@@ -164,6 +164,24 @@ class Client:
             loaded_bytes=loaded_bytes,
             stored_bytes=stored_bytes,
         )
+
+    def report_time(self, operation: str, seconds: float) -> None:
+        """Add to the times that the daemon's metrics show; sent with the next heartbeat.
+
+        `Space.get`, `put` and `lookup` report by themselves.
+
+        Args:
+            operation: lookup, load or store.
+            seconds: that it took.
+        """
+        self._attachment.times.add(operation, seconds)
+
+    def times(self) -> dict[str, OperationTimes]:
+        """Return how long this client's lookups, loads and stores took, since it was made.
+
+        A load is a `get` that got something, a store a `put` that stored something.
+        """
+        return self._attachment.times.seen()
 
     def stats(self) -> pb.StatsResponse:
         """Return one consistent picture of the daemon."""

@@ -10,19 +10,14 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from kvstore.buckets import BUCKET_SECONDS, Buckets
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 __all__ = ["BUCKET_SECONDS", "Counters", "Histogram", "Timing", "UsageCounts"]
 
 _SAMPLES = 4096
-# Upper limits of a histogram's buckets: 1, 2, 5 a decade, from a microsecond to a minute.
-BUCKET_SECONDS = (
-    *(float(f"{digit}e{power}") for power in range(-6, 1) for digit in (1, 2, 5)),
-    10.0,
-    20.0,
-    60.0,
-)
 # Counts travel as uint64: what a client makes up must not make the sums unsendable.
 _MAX_COUNT = (1 << 64) - 1
 
@@ -92,13 +87,21 @@ class Histogram:
 
 
 class Counters:
-    """Named counts, misses by reason, and timings."""
+    """Named counts, misses by reason, and timings.
+
+    Attributes:
+        counts: by name.
+        miss_blocks: blocks asked for and not served, by reason.
+        miss_tokens: the same in tokens.
+        client_times: what clients say that their operations took, by operation.
+    """
 
     def __init__(self) -> None:
         """Start at zero."""
         self.counts: Counter[str] = Counter()
         self.miss_blocks: Counter[str] = Counter()
         self.miss_tokens: Counter[str] = Counter()
+        self.client_times = {name: Buckets() for name in ("lookup", "load", "store")}
         self._samples: dict[str, deque[float]] = {}
         self._buckets: dict[str, list[int]] = {}
         self._counts: Counter[str] = Counter()

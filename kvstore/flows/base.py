@@ -69,7 +69,13 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         """Set it `seconds` from now."""
-        self._end = time.monotonic() + seconds
+        self._begun = time.monotonic()
+        self._end = self._begun + seconds
+
+    @property
+    def spent(self) -> float:
+        """Seconds since it was set."""
+        return time.monotonic() - self._begun
 
     @property
     def left(self) -> float:
@@ -120,6 +126,7 @@ class FlowsBase:
 
     def lookup(self, keys: Keys) -> Flow[Hit]:
         """Ask how long a leading run is present, and where."""
+        begun = time.perf_counter()
         blocks, tiers, miss = 0, b"", Miss()
         for part in parts(keys):
             request = pb.LookupRequest(
@@ -131,6 +138,7 @@ class FlowsBase:
             miss = miss_from_message(answer.miss)
             if answer.blocks < len(part):
                 break
+        self._attachment.times.add("lookup", time.perf_counter() - begun)
         return Hit(blocks, tuple(tier_name(tier) for tier in tiers), miss)
 
     def _mapped(self, deadline: Deadline) -> Flow[bool]:

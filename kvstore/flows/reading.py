@@ -56,6 +56,8 @@ class Reading(FlowsBase):
                     raise
                 break
         self._report(len(keys), reused)
+        if reused:
+            self._attachment.times.add("load", deadline.spent)
         return sum(reused.values())
 
     def _report(self, asked: int, reused: dict[str, int]) -> None:

@@ -58,8 +58,10 @@ class Writing(FlowsBase):
         hit = yield from self.lookup(chain)
         return hit.blocks - 1 if hit.blocks else None
 
-    def _stored(self, blocks: int) -> None:
-        self._attachment.usage.add(self._space.ref, stored_bytes=max(0, blocks) * self._block_bytes)
+    def _stored(self, blocks: int, deadline: Deadline) -> None:
+        if blocks > 0:
+            self._attachment.usage.add(self._space.ref, stored_bytes=blocks * self._block_bytes)
+            self._attachment.times.add("store", deadline.spent)
 
     def _put_mapped(self, keys: Keys, rows: Rows, deadline: Deadline) -> Flow[int]:
         """Store the blocks that are not present; return the end of what is committed in order.
@@ -104,7 +106,7 @@ class Writing(FlowsBase):
                 grant = None
             if committing is not None:
                 done = yield from self._settle(*committing)
-            self._stored(done - (done if present is None else present))
+            self._stored(done - (done if present is None else present), deadline)
             return done
         finally:
             if grant is not None:
@@ -168,7 +170,7 @@ class Writing(FlowsBase):
             at += answer.blocks
             if answer.blocks < len(part):
                 break
-        self._stored(at - began)
+        self._stored(at - began, deadline)
         return at
 
     def _messages(

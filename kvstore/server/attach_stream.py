@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from kvstore.engine.counters import UsageCounts
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 _NAME_CHARS: Final = 200
 _MAX_DEVICES: Final = 1024
+# Operations in one heartbeat; more than there are, for clients that know others.
+_MAX_TIMES: Final = 64
 
 
 def _printable(name: str) -> str:
@@ -109,6 +112,10 @@ class AttachStream:
                             raise InvalidRequest("usage", f"names more than {MAX_KEYS} spaces")
                         for usage in message.heartbeat.usage:
                             self._report(usage)
+                        if len(message.heartbeat.times) > _MAX_TIMES:
+                            raise InvalidRequest("times", f"names more than {_MAX_TIMES}")
+                        for times in message.heartbeat.times:
+                            self._time(times)
                     case "unmapped":
                         groups = list(message.unmapped.groups)
                         attachment.groups.difference_update(groups)
@@ -142,6 +149,17 @@ class AttachStream:
             stored_bytes=usage.stored_bytes,
         )
         self._engine.report_usage(usage.space.id, counts)
+
+    def _time(self, times: pb.OperationTimes) -> None:
+        buckets = self._engine.counters.client_times.get(times.operation)
+        if buckets is None:
+            return
+        if len(times.buckets) > len(buckets.counts):
+            raise InvalidRequest("buckets", f"are more than {len(buckets.counts)}")
+        for name in ("total_seconds", "longest_seconds"):
+            if not 0 <= getattr(times, name) < math.inf:
+                raise InvalidRequest(name, f"{getattr(times, name)} is no time")
+        buckets.merge(times.buckets, times.total_seconds, times.longest_seconds)
 
     def _messages(self, attachment: Attachment, event: Event) -> Iterator[pb.AttachDown]:
         match event:

@@ -167,6 +167,7 @@ SERIES: Final[dict[str, Series]] = {
         Series("kvstore_gpu_direct", _G, "1", ("engine",), "how blocks come from disk to the GPU pool now"),
         Series("kvstore_gpu_direct_failures", _C, "blocks", (), "that cuFile did not bring"),
         Series("kvstore_call_seconds", _H, "s", ("call",), "time in the handler of a call, by its name in the contract, lower case; waits on purpose included"),
+        Series("kvstore_client_seconds", _H, "s", ("operation",), "operations as clients time and report them: `lookup`, `load` and `store` of blocks, vLLM's and Python's"),
         Series("kvstore_longest_seconds", _G, "s", ("timing",), "longest since the start, of calls and of the histograms below"),
         *(Series(f"kvstore_{name}_seconds", _H, "s", (), text) for name, text in TIMINGS.items()),
         *(Series(f"kvstore_{name}", _C, unit, (), text) for name, (unit, text) in COUNTS.items()),

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from kvstore.buckets import BUCKET_SECONDS
 from kvstore.engine.attachments import State
-from kvstore.engine.counters import BUCKET_SECONDS, UsageCounts
+from kvstore.engine.counters import UsageCounts
 from kvstore.miss import MissReason
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.server.metric_series import COUNTS, SERIES, TIMINGS, Kind
 from kvstore.tiers.base import TierName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from prometheus_client import Metric
 
@@ -41,6 +43,17 @@ _BY_TIER: Final = (
     "expired_blocks",
 )
 _STUCK: Final = (State.PRESUMED_DEAD, State.SILENT)
+
+
+def _cumulative(counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Return a histogram's buckets as Prometheus wants them.
+
+    What the loop adds meanwhile is in the next scrape: the sum of these is the count.
+    """
+    return [
+        ("+Inf" if limit is None else f"{limit:g}", upto)
+        for limit, upto in zip((*BUCKET_SECONDS, None), accumulate(counts), strict=True)
+    ]
 
 
 class EngineCollector(Collector):
@@ -192,11 +205,7 @@ class EngineCollector(Collector):
         series = SERIES["kvstore_call_seconds"]
         calls = HistogramMetricFamily(series.name, series.meaning, labels=series.labels)
         for timing in self._engine.counters.histograms():
-            running, buckets = 0, []
-            # What the loop adds meanwhile is in the next scrape: the sum of these is the count.
-            for limit, count in zip((*BUCKET_SECONDS, None), timing.buckets, strict=True):
-                running += count
-                buckets.append(("+Inf" if limit is None else f"{limit:g}", running))
+            buckets = _cumulative(timing.buckets)
             if timing.name in _CALLS:
                 calls.add_metric([timing.name], buckets, timing.total)
             elif timing.name in TIMINGS:
@@ -205,3 +214,8 @@ class EngineCollector(Collector):
                 family.add_metric([], buckets, timing.total)
                 yield family
         yield calls
+        series = SERIES["kvstore_client_seconds"]
+        clients = HistogramMetricFamily(series.name, series.meaning, labels=series.labels)
+        for operation, times in self._engine.counters.client_times.items():
+            clients.add_metric([operation], _cumulative(times.counts), times.total)
+        yield clients

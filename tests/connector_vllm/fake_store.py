@@ -68,6 +68,7 @@ class FakeDaemon:
         self.commits: list[int] = []
         self.asked_for: list[str] = []
         self.usage: dict[str, int] = {}
+        self.times: list[tuple[str, float]] = []
         self.epoch = 0
         self.boot()
 
@@ -458,6 +459,9 @@ class FakeClient:
     def report_usage(self, space: FakeSpace, **counts: int) -> None:
         for name, count in counts.items():
             self.daemon.usage[name] = self.daemon.usage.get(name, 0) + count
+
+    def report_time(self, operation: str, seconds: float) -> None:
+        self.daemon.times.append((operation, seconds))
 
     def close(self) -> None:
         self.closed = True

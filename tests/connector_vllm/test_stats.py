@@ -75,6 +75,8 @@ def test_every_rank_and_the_scheduler_are_added_up(shards: int, until: Callable[
         "loaded_bytes": 8 * BLOCK_BYTES * shards,
     }
     assert len(warm["seconds"]["load"]) == shards
+    told = [name for name, _ in daemon.times]
+    assert (told.count("lookup"), told.count("load")) == (2, shards), "the daemon, too"
     assert all(seconds > 0 for samples in warm["seconds"].values() for seconds in samples)
     assert taken(warm_engine).is_empty(), "taken twice"
 
@@ -101,7 +103,7 @@ def test_failures_are_counted_and_not_timed(until: Callable[..., None]) -> None:
 def test_a_question_without_an_answer_is_a_failure() -> None:
     daemon = FakeDaemon()
     engine = MiniEngine(daemon)
-    log = StatsLog()
+    log = StatsLog(lambda *_: None)
     daemon.hold = True
     asked = daemon.answer(lambda: 1)
     log.lookup(asked)
@@ -117,7 +119,7 @@ def test_a_question_without_an_answer_is_a_failure() -> None:
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("done_first", [False, True])
 def test_a_load_is_timed_once_when_its_bytes_are_there(early: bool, done_first: bool) -> None:
-    log = StatsLog()
+    log = StatsLog(lambda *_: None)
     timer = LoadTimer(log)
     if done_first:
         timer.done(10)
@@ -139,7 +141,7 @@ def test_a_load_is_timed_once_when_its_bytes_are_there(early: bool, done_first: 
 
 
 def test_what_nobody_takes_is_bounded() -> None:
-    log = StatsLog()
+    log = StatsLog(lambda *_: None)
     for number in range(10_000):
         log.time("load", number)
     first = log.take()

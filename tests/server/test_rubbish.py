@@ -179,6 +179,20 @@ def _bytes(raw: Raw, space: pb.SpaceRef, keys: bytes) -> bytes:
     return b"".join(m.chunk.data for m in raw.kv.Get(request, timeout=20) if m.HasField("chunk"))
 
 
+_TIMES = [
+    (pb.Heartbeat(times=[pb.OperationTimes()] * 65), "times: "),
+    (pb.Heartbeat(times=[pb.OperationTimes(operation="load", buckets=[0] * 26)]), "buckets: "),
+    (
+        pb.Heartbeat(times=[pb.OperationTimes(operation="load", total_seconds=-1)]),
+        "total_seconds: ",
+    ),
+    (
+        pb.Heartbeat(times=[pb.OperationTimes(operation="load", longest_seconds=float("inf"))]),
+        "longest_seconds: ",
+    ),
+]
+
+
 def test_attach_streams_that_break_the_rules_are_told_so(shared: Raw) -> None:
     opened = pb.AttachUp(open=pb.AttachOpen(map_memory=True))
     locked = pb.AttachUp(locked=pb.AttachLocked())
@@ -192,6 +206,7 @@ def test_attach_streams_that_break_the_rules_are_told_so(shared: Raw) -> None:
             [opened, pb.AttachUp(heartbeat=pb.Heartbeat(usage=[pb.Usage()] * 100_000))],
             "usage: ",
         ),
+        *(([opened, pb.AttachUp(heartbeat=beat)], said) for beat, said in _TIMES),
     ):
         code, message = status(
             lambda stream=stream: list(  # type: ignore[misc]
@@ -210,6 +225,8 @@ def test_a_client_that_counts_nonsense_cannot_break_the_statistics(shared: Raw) 
     stream = [
         pb.AttachUp(open=pb.AttachOpen()),
         pb.AttachUp(heartbeat=pb.Heartbeat(usage=[huge, huge, unknown])),
+        # An operation of a later version: not counted, and no fault.
+        pb.AttachUp(heartbeat=pb.Heartbeat(times=[pb.OperationTimes(operation="later")])),
         pb.AttachUp(detach=pb.Detach()),
         pb.AttachUp(detach=pb.Detach()),
     ]

@@ -1,4 +1,4 @@
-"""vLLM's own `/metrics`, of a real API server with the connector."""
+"""A real API server with the connector: vLLM's own `/metrics`, and a request's trace."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,6 +20,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from vllm_engine import ENVIRONMENT, MODEL, transfer_config
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tracing"))
+
+from otlp_collector import Collector
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTH = 530  # four stored blocks of 128 tokens, 18 left
@@ -28,7 +33,7 @@ START_SECONDS = 400.0
 class Server:
     """What `vllm serve` runs: an API server whose engine is a process of its own."""
 
-    def __init__(self, target: str, log: Path) -> None:
+    def __init__(self, target: str, log: Path, collector: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -40,7 +45,13 @@ class Server:
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
         command += ["--no-enable-prefix-caching", "--prefix-caching-hash-algo", "sha256_cbor"]
         command += ["--kv-transfer-config", json.dumps(transfer_config({"target": target}))]
-        environment = {**ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO"}
+        command += ["--otlp-traces-endpoint", f"{collector}/v1/traces"]
+        environment = {
+            **ENVIRONMENT,
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+        }
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
@@ -58,12 +69,12 @@ class Server:
         except OSError:
             return False
 
-    def complete(self, prompt: list[int]) -> dict[str, Any]:
+    def complete(self, prompt: list[int], **headers: str) -> dict[str, Any]:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0}
         request = urllib.request.Request(
             f"{self.url}/v1/completions",
             json.dumps(body | {"ignore_eos": True}).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", **headers},
         )
         with urllib.request.urlopen(request, timeout=300) as answer:
             found: dict[str, Any] = json.loads(answer.read())
@@ -87,13 +98,38 @@ class Server:
         self.process.wait(60)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    running = Collector()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def daemon(
+    new_daemon: Any, collector: Collector, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    running = new_daemon(
+        tmp_path_factory.mktemp("daemon"),
+        *("--host-pool", "256MiB", "--log-format", "json"),
+        OTEL_EXPORTER_OTLP_ENDPOINT=collector.url,
+        OTEL_BSP_SCHEDULE_DELAY="100",
+    )
+    yield running.start()
+    running.end()
+
+
+@pytest.fixture(scope="module")
 def server(
-    start_daemon: Callable[..., Any], tmp_path: Path, until: Callable[..., None]
+    daemon: Any, collector: Collector, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    started = Server(start_daemon("--host-pool", "256MiB").address, tmp_path / "vllm.log")
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    started = Server(daemon.address, log, collector.url)
     try:
-        until(started.up, START_SECONDS)
+        end = time.monotonic() + START_SECONDS
+        while not started.up():
+            assert time.monotonic() < end, log.read_text()[-4000:]
+            time.sleep(0.2)
         yield started
     finally:
         started.end()
@@ -103,34 +139,64 @@ def test_a_server_shows_what_it_loads_and_stores(
     server: Server, until: Callable[..., None]
 ) -> None:
     before = server.scrape()
-    assert before["hit_tokens_total/host"] == before["load_seconds_count"] == 0
+    assert {"hit_tokens_total/disk", "load_seconds_count", "lookup_failures_total"} <= set(before)
+
+    def gained(name: str) -> float:
+        return server.scrape()[name] - before[name]
+
     prompt = random.Random(1).choices(range(1000, 40000), k=LENGTH)
     cold = server.complete(prompt)
     # The last stores are told with the next step: an unrelated request's.
     unrelated = random.Random(2).choices(range(1000, 40000), k=20)
-    asked = 1
+    asked = 0
 
-    def stored() -> bool:
+    def told(name: str) -> bool:
         nonlocal asked
         asked += 1
         server.complete(unrelated)
-        return server.scrape()["stored_bytes_total"] > 0
+        return gained(name) > 0
 
-    until(stored, 200.0)
+    until(lambda: told("stored_bytes_total"), 200.0)
     warm = server.complete(prompt)
     assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
-
-    def told() -> bool:
-        server.complete(unrelated)
-        return server.scrape()["hit_tokens_total/host"] > 0
-
-    until(told, 200.0)
+    until(lambda: told("hit_tokens_total/host"), 200.0)
+    assert gained("hit_tokens_total/host") == 512
+    assert gained("load_seconds_count") == 1
+    assert gained("load_seconds_sum") > 0
+    assert gained("store_seconds_count") >= 1
+    # A prompt shorter than a block is not asked for.
+    assert gained("lookup_seconds_count") == 2
+    assert gained("loaded_bytes_total") == gained("stored_bytes_total")
+    assert gained("prompt_tokens_total") == 2 * LENGTH + asked * 20
     found = server.scrape()
-    assert found["hit_tokens_total/host"] == 512
-    assert found["load_seconds_count"] == 1
-    assert found["load_seconds_sum"] > 0
-    assert found["store_seconds_count"] >= 1
-    assert found["lookup_seconds_count"] == 2, "a prompt shorter than a block is not asked for"
-    assert found["loaded_bytes_total"] == found["stored_bytes_total"]
-    assert found["prompt_tokens_total"] >= 2 * LENGTH + asked * 20
     assert not {name: found[name] for name in found if "failures_total" in name and found[name]}
+
+
+def test_a_request_s_trace_goes_from_its_header_to_the_daemon_and_the_worker(
+    server: Server, collector: Collector, until: Callable[..., None]
+) -> None:
+    trace, caller = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    prompt = random.Random(3).choices(range(1000, 40000), k=LENGTH)
+    server.complete(prompt)
+    unrelated = random.Random(4).choices(range(1000, 40000), k=20)
+
+    def hit() -> bool:
+        server.complete(unrelated)  # stores and their telling go on in its steps
+        before = server.scrape()["hit_tokens_total/host"]
+        server.complete(prompt, traceparent=f"00-{trace}-{caller}-01")
+        server.complete(unrelated)
+        return server.scrape()["hit_tokens_total/host"] > before
+
+    until(hit, 200.0)
+
+    def named(name: str) -> list[Any]:
+        return [span for span in collector.named(name) if span.trace_id.hex() == trace]
+
+    until(lambda: named("kvstore.load") and named("kvstore.acquire"), 60.0)
+    lookups = {span.span_id for span in named("kvstore.lookup")}
+    assert {span.parent_span_id for span in named("kvstore.acquire")} <= lookups
+    assert named("llm_request"), "vLLM's own span is in the same trace"
+    [load] = named("kvstore.load")[:1]
+    attributes = {a.key: a.value for a in load.attributes}
+    assert attributes["kvstore.blocks"].int_value == 4
+    assert attributes["kvstore.loaded_bytes"].int_value > 0

@@ -427,7 +427,11 @@ class Promoter:
         size = moves[0].block.space.shape.block_bytes
         number = self.path.begin(len(moves) * size, loop.time())
         self.moving += len(moves)
-        span = self._span(moves, size) if tracing.recording() else tracing.OFF
+        span = tracing.OFF
+        if tracing.recording():
+            traced = [job.traceparent for move in moves for job in move.jobs]
+            about = {"blocks": len(moves), "bytes": len(moves) * size}
+            span = tracing.batch_span("kvstore.promote", traced, **about)
         try:
             outcomes = await self._source.read(transfers)
         except TierError as error:
@@ -447,26 +451,11 @@ class Promoter:
             if arrived < len(moves):
                 span.fail(f"{len(moves) - arrived} blocks could not be read")
             span.end()
-            for move, slot, outcome in zip(moves, slots, outcomes, strict=True):
-                self._land(move, slot, outcome)
+            # What is asked for because of it, such as the way on to the GPU, hangs on it.
+            with tracing.using(span):
+                for move, slot, outcome in zip(moves, slots, outcomes, strict=True):
+                    self._land(move, slot, outcome)
         self._on_read(len(moves), seconds)
-
-    @staticmethod
-    def _span(moves: Sequence[_Move], size: int) -> tracing.Span:
-        """Begin the span of a batch: in the trace of one request, linked to all others' it serves."""
-        traced = dict.fromkeys(
-            job.traceparent for move in moves for job in move.jobs if job.traceparent
-        )
-        if not traced:
-            return tracing.OFF
-        first, *others = traced
-        return tracing.span(
-            "kvstore.promote",
-            parent=first,
-            links=others,
-            blocks=len(moves),
-            bytes=len(moves) * size,
-        )
 
     def _land(self, move: _Move, slot: Slot, outcome: Outcome) -> None:
         block = move.block

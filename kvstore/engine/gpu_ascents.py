@@ -38,6 +38,7 @@ class Ascent:
         held: whether its host copy is held: somebody waits, or it is under way.
         moving: whether it is under way.
         level: place in the queue; see `AscentQueue`.
+        traceparents: of those who want it there and trace that.
     """
 
     block: Block
@@ -45,6 +46,7 @@ class Ascent:
     held: bool = False
     moving: bool = False
     level: int = 0
+    traceparents: tuple[str, ...] = ()
 
 
 class AscentQueue:

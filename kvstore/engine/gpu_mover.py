@@ -19,6 +19,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
+from kvstore import tracing
 from kvstore.engine.gpu_ascents import Ascent, AscentQueue
 from kvstore.errors import TierError
 from kvstore.miss import MissReason
@@ -144,6 +145,7 @@ class GpuMover:
 
     def request(self, blocks: Iterable[Block], waiter: GpuWaiter) -> None:
         """Copy blocks that are readable in host up soon, and tell the waiter about each."""
+        carried = tracing.carried()
         for block in blocks:
             if block.gpu is not None or self._gpu.state != "ok":
                 self._tell(block, [waiter])
@@ -152,6 +154,8 @@ class GpuMover:
             if ascent is None:
                 ascent = self._ascents[block] = Ascent(block)
             ascent.waiters.append(waiter)
+            if carried:
+                ascent.traceparents += (carried,)
             if not ascent.moving and block not in self._wanted:
                 self._later.remove(ascent)
                 self._wanted.add(ascent)
@@ -251,6 +255,10 @@ class GpuMover:
         begun = loop.time()
         admitted = self._room.admit(ascent.block for ascent in batch)
         batch = sorted(batch, key=lambda ascent: ascent.block not in admitted)
+        span = tracing.OFF
+        if tracing.recording():
+            traced = [text for ascent in batch for text in ascent.traceparents]
+            span = tracing.batch_span("kvstore.promote_gpu", traced, blocks=len(batch))
         try:
             shape = batch[0].block.space.shape
             newest = max(ascent.block.sequence for ascent in batch)
@@ -279,6 +287,8 @@ class GpuMover:
                 done = at < len(outcomes) and outcomes[at] is Outcome.OK
                 landed += self._land(ascent, slots[at] if at < len(slots) else None, done=done)
             self._counters.counts["promoted_blocks_gpu"] += landed
+            span.set(landed_blocks=landed)
+            span.end()
         if landed:
             self._counters.record("promote_gpu_batch", loop.time() - begun)
         if self._gpu.state != "ok":

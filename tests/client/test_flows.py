@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore.attach import Grant, Lease
+from kvstore.attach.times import TimesLog
 from kvstore.attach.usage import UsageLog
 from kvstore.errors import (
     AttachmentLost,
@@ -97,6 +98,7 @@ class Script:
         self.free = list(range(slots))
         self.index: dict[bytes, int] = {}
         self.usage = UsageLog()
+        self.times = TimesLog()
         self.alive = True
         self.held = 0
         self.leases: set[int] = set()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import itertools
 import json
 import shutil
@@ -26,6 +27,7 @@ from unittest import mock
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from kvstore import tracing
 from kvstore.attach.times import TimesLog
 from kvstore.engine.counters import Counters, UsageCounts
 from kvstore.index import SpaceIndex
@@ -164,8 +166,17 @@ def small_parts() -> dict[str, float]:
     def count() -> None:
         counters.counts["x"] += 1
 
+    def trace() -> None:
+        with tracing.span("x", kind="client"):
+            tracing.metadata()
+
+    untraced = nanoseconds(trace)
+    # As in vLLM without tracing: OpenTelemetry is imported, and nobody has set it up.
+    importlib.import_module("opentelemetry.trace")
     return {
         "empty_call_ns": nanoseconds(lambda: None),
+        "trace_ns": untraced,
+        "trace_with_opentelemetry_imported_ns": nanoseconds(trace),
         "count_ns": nanoseconds(count),
         "client_time_ns": nanoseconds(lambda: log.add("load", 0.001)),
     }

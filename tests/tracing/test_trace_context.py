@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from kvstore import tracing
+from kvstore.tiers.base import TierName
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
@@ -122,6 +123,36 @@ def test_one_read_for_two_requests_is_in_one_trace_and_linked_to_the_other(
     for span in promotions:
         assert span.parent.span_id == by_name["a"].context.span_id
         assert [link.context.span_id for link in span.links] == [by_name["b"].context.span_id]
+
+
+def test_the_way_from_disk_to_the_gpu_is_in_the_trace_of_who_wants_it(
+    make_world: Callable[..., World], spans: InMemorySpanExporter
+) -> None:
+    async def story(world: World) -> None:
+        keys = chain("up", 6)
+        player = world.player()
+        player.sees_gpus()
+        await player.put(keys)
+        await world.settle()
+        await world.evict_host(keys)
+        with tracing.span("prefetch"):
+            blocks, done, _ = await world.engine.tickets.prefetch(
+                world.space, keys, 77, 0, 0, 60, TierName.GPU
+            )
+        assert (blocks, done) == (6, True)
+
+    make_world(gpu_blocks=24, host_blocks=32, disk_blocks=32).run(story)
+    found = {span.context.span_id: span for span in spans.get_finished_spans()}
+    named = {
+        name: [s for s in found.values() if s.name == f"kvstore.{name}"]
+        for name in ("promote", "promote_gpu")
+    }
+    assert sum(span.attributes["kvstore.landed_blocks"] for span in named["promote_gpu"]) == 6
+    assert len({span.context.trace_id for span in found.values()}) == 1
+    for span in named["promote_gpu"]:
+        assert found[span.parent.span_id].name == "kvstore.promote"
+    for span in named["promote"]:
+        assert found[span.parent.span_id].name == "prefetch"
 
 
 @pytest.mark.parametrize(

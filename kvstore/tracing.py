@@ -6,7 +6,7 @@ that asked. It travels as gRPC metadata, and is passed on whether or not anybody
 Spans are recorded where OpenTelemetry is installed and set up, which happens in two ways:
 
 * A program that uses the client, vLLM among them, sets up OpenTelemetry for itself; our spans go to
-  its tracer provider. A client never sets up anything.
+  its tracer provider, a second later at most. A client never sets up anything.
 * The daemon calls `set_up`, which does what OpenTelemetry's environment variables ask for, and
   nothing unless one of them does.
 
@@ -20,6 +20,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
@@ -50,10 +51,12 @@ _ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_E
 _PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 # A collector that is gone must not hold up a stop.
 _CLOSE_SECONDS: Final = 3.0
+_LOOK_SECONDS: Final = 1.0
 
 # Of the work that this thread or task does now.
 _current: Final[ContextVar[str]] = ContextVar("kvstore_traceparent", default="")
 _tracer: Any = None
+_looked = -1.0
 _provider: Any = None
 
 
@@ -68,14 +71,22 @@ def trace_id(traceparent: str) -> str:
 
 
 def _find_tracer() -> Any:
-    """Return the tracer to use, or None. Finds what the program around us has set up meanwhile."""
-    global _tracer
-    if _tracer is None and (api := sys.modules.get("opentelemetry.trace")) is not None:
-        proxy = getattr(api, "ProxyTracerProvider", None)
-        if proxy is not None:
-            provider = api.get_tracer_provider()
-            if not isinstance(provider, proxy):
-                _tracer = provider.get_tracer("kvstore")
+    """Return the tracer to use, or None. Finds what the program around us has set up meanwhile.
+
+    It is looked for once a second: OpenTelemetry takes a microsecond to say that nobody has.
+    """
+    global _tracer, _looked
+    if _tracer is not None:
+        return _tracer
+    api = sys.modules.get("opentelemetry.trace")
+    if api is None or (now := time.monotonic()) - _looked < _LOOK_SECONDS:
+        return None
+    _looked = now
+    proxy = getattr(api, "ProxyTracerProvider", None)
+    if proxy is not None:
+        provider = api.get_tracer_provider()
+        if not isinstance(provider, proxy):
+            _tracer = provider.get_tracer("kvstore")
     return _tracer
 
 

@@ -190,6 +190,29 @@ def test_what_cannot_be_had_is_said_in_a_line(
     assert not tracing.recording()
 
 
+def test_what_a_program_sets_up_late_is_found() -> None:
+    program = """
+import time
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from kvstore import tracing
+assert tracing.span("x") is tracing.OFF
+trace.set_tracer_provider(TracerProvider())
+end = time.monotonic() + 60
+while tracing.span("x") is tracing.OFF:
+    assert time.monotonic() < end
+with trace.get_tracer("program").start_as_current_span("outer") as outer:
+    wanted = f"{outer.get_span_context().trace_id:032x}"
+    assert tracing.trace_id(tracing.current()) == wanted
+    assert tracing.trace_id(tracing.span("inner").traceparent) == wanted
+"""
+    subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        env={"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+
+
 def test_where_opentelemetry_is_not_installed() -> None:
     program = """
 import sys

@@ -2,11 +2,13 @@
 
 Rate is bytes over *busy* time: the time in which at least one transfer was under way. Several
 transfers share a device, so the time of each says little; bytes and busy time are summed up and
-decay together, which weighs every stretch of time alike however its transfers ended in bursts.
+decay together, which weighs every stretch of time alike however its transfers ended in bursts. While
+the path idles what is believed loses weight, too, so that a path that is only tried now and then is
+believed what it shows then.
 One outlier moves the estimate by little (a stretch counts at most as if the path were eight times
 slower than believed), a path that has changed is believed after a few.
 
-Latency is what a lone transfer takes beyond its bytes.
+Latency is what a lone transfer takes beyond its bytes: one during which nothing else was under way.
 """
 
 from __future__ import annotations
@@ -21,6 +23,13 @@ __all__ = ["PathEstimate", "Prior"]
 
 # Busy time after which an observation has lost 63 % of its weight.
 _MEMORY_SECONDS: Final = 2.0
+# The same for time in which the path idled, down to the weight of so much busy time.
+_IDLE_MEMORY_SECONDS: Final = 10.0
+_LEAST_WEIGHT_SECONDS: Final = 0.03
+# How much busy time at the believed rate weighs against what is under way and late, and after how
+# long that has lost 63 % of its weight.
+_STEADY_SECONDS: Final = 0.1
+_DOUBT_SECONDS: Final = 1.0
 _OUTLIER: Final = 8.0
 _LATENCY_WEIGHT: Final = 0.2
 
@@ -61,6 +70,8 @@ class PathEstimate:
         self._begun: dict[int, tuple[float, int]] = {}
         self._next = 0
         self._mark = 0.0
+        # Transfer that nothing else was under way with; 0: none.
+        self._lone = 0
 
     @property
     def bytes_per_second(self) -> float:
@@ -69,12 +80,23 @@ class PathEstimate:
 
     def begin(self, size: int, now: float) -> int:
         """Take note that a transfer begins; return its number for `end`."""
-        if not self._begun:
+        idle = not self._begun
+        if idle:
+            self._fade(now)
             self._mark = now
         self._next += 1
+        self._lone = self._next if idle else 0
         self._begun[self._next] = (now, size)
         self.in_flight += size
         return self._next
+
+    def _fade(self, now: float) -> None:
+        """Let what was measured before the path idled weigh less."""
+        if self._seconds > _LEAST_WEIGHT_SECONDS:
+            keep = math.exp((self.observed_at - now) / _IDLE_MEMORY_SECONDS)
+            keep = max(keep, _LEAST_WEIGHT_SECONDS / self._seconds)
+            self._bytes *= keep
+            self._seconds *= keep
 
     def end(self, number: int, moved: int, now: float) -> float:
         """Take note that a transfer is over.
@@ -103,10 +125,9 @@ class PathEstimate:
         keep = min(keep, 0.97)
         self._bytes = keep * self._bytes + moved
         self._seconds = keep * self._seconds + stretch
-        alone = not self._begun
         self.measured = True
         self.observed_at = now
-        if alone:
+        if number == self._lone:
             extra = max(0.0, took - moved / self.bytes_per_second)
             extra = min(extra, _OUTLIER * max(self.latency_seconds, 1e-4))
             self.latency_seconds += _LATENCY_WEIGHT * (extra - self.latency_seconds)
@@ -129,12 +150,14 @@ class PathEstimate:
     def pace(self, now: float) -> float:
         """Return the rate to count on now: the believed one, unless what is under way belies it.
 
-        A transfer that should have ended long ago says that the path is slow before it ends.
+        A transfer that should have ended long ago says that the path is slow before it ends: a
+        little, when it is late by a hiccup, and all the more the longer it takes.
         """
         rate = self.bytes_per_second
         age = self.oldest_seconds(now)
         if age > 2 * (self.in_flight / rate + self.latency_seconds):
-            return max(min(rate, self.in_flight / age), 1.0)
+            steady = _STEADY_SECONDS * math.exp(-age / _DOUBT_SECONDS)
+            return max(min(rate, (rate * steady + self.in_flight) / (steady + age)), 1.0)
         return rate
 
     def quantum(self, seconds: float, least: int, most: int = 16 * MIB) -> int:

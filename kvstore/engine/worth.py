@@ -8,7 +8,7 @@ for would have taken. The client's deadline holds in any case.
 
 A path on which a transfer has been under way for far too long is *stalled*: nobody begins to wait
 for it until that transfer has come back. A path that everybody declines is measured all the same,
-by a small read every few seconds at the lowest priority, or nobody would ever find out that it has
+by a short read every few seconds at the lowest priority, or nobody would ever find out that it has
 become faster.
 
 Owns nothing that must survive: after a crash the next daemon measures anew.
@@ -46,6 +46,9 @@ _LATE_FACTOR: Final = 1.25
 # A path that nobody uses because it is slow is measured again this often.
 _PROBE_SECONDS: Final = 2.0
 _PROBE_PRIORITY: Final = -(1 << 30)
+# For so long, so that what counts is the time of bytes; of small blocks this takes several.
+_PROBE_BUSY_SECONDS: Final = 0.05
+_PROBE_BLOCKS: Final = 32
 
 
 @dataclass(slots=True)
@@ -72,7 +75,7 @@ class Pending:
 
 
 class _Probe:
-    """Waits for a block on nobody's behalf."""
+    """Waits for blocks on nobody's behalf."""
 
     holding = False
 
@@ -257,13 +260,16 @@ class Worth:
         return Miss(MissReason.NOT_WORTH_WAITING, "disk")
 
     def _measure(self, declined: Sequence[Block], now: float) -> None:
-        """Read one block of what is not waited for, if the path was not measured for a while."""
+        """Read a little of what is not waited for, if the path was not measured for a while."""
         promoter = self.promoter
         assert promoter is not None
-        due = max(promoter.path.observed_at, self._probed) + _PROBE_SECONDS
-        if now < due or promoter.path.in_flight:
+        path = promoter.path
+        due = max(path.observed_at, self._probed) + _PROBE_SECONDS
+        if now < due or path.in_flight:
             return
-        block = next((b for b in declined if b.host is None), None)
-        if block is not None:
+        cold = [b for b in declined[:_PROBE_BLOCKS] if b.host is None]
+        if cold:
             self._probed = now
-            promoter.request([block], self._probe, _PROBE_PRIORITY)
+            size = cold[0].space.shape.block_bytes
+            worth = path.quantum(_PROBE_BUSY_SECONDS, size)
+            promoter.request(cold[: worth // size], self._probe, _PROBE_PRIORITY)

@@ -69,6 +69,39 @@ def test_a_transfer_that_should_have_ended_says_so_before_it_ends() -> None:
     assert path.pace(110.0) == pytest.approx(MIB, rel=0.05)
 
 
+def test_a_hiccup_under_way_is_not_taken_for_a_slow_device() -> None:
+    """Late by four times its length, which is 20 ms: a wait that has 100 ms to go is not given up."""
+    path = path_of(8e6)
+    path.begin(48_000, 100.0)
+    paces = [path.pace(100.0 + age) for age in (0.01, 0.025, 0.1, 0.3, 1.0, 10.0)]
+    assert paces == sorted(paces, reverse=True)
+    assert paces[0] == path.bytes_per_second
+    assert paces[1] > 0.75 * path.bytes_per_second
+    assert paces[3] < 0.3 * path.bytes_per_second
+    assert paces[5] == pytest.approx(4800, rel=0.01)
+
+
+def test_a_path_that_is_only_tried_now_and_then_is_believed_what_it_shows_then() -> None:
+    """A bad minute, after which nobody waits for it any more."""
+    path, now = path_of(2e6), 100.0
+    for _ in range(8):
+        now += 2.0
+        for number in [path.begin(MIB // 16, now) for _ in range(3)]:
+            now += MIB // 16 / 8e6
+            path.end(number, MIB // 16, now)
+    assert path.bytes_per_second == pytest.approx(8e6, rel=0.1)
+
+
+def test_what_waits_behind_others_has_no_latency_by_that() -> None:
+    path, now = path_of(1e8), 100.0
+    before = path.latency_seconds
+    for _ in range(20):
+        for number in [path.begin(MIB, now) for _ in range(3)]:
+            now += MIB / 1e8
+            path.end(number, MIB, now)
+    assert path.latency_seconds == before
+
+
 def test_a_failed_transfer_says_nothing_about_speed() -> None:
     path = path_of(1e9)
     before = path.bytes_per_second

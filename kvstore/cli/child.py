@@ -220,8 +220,20 @@ class ChildDaemon:
         ready: fields of its ready line.
     """
 
-    def __init__(self, directory: Path, options: Sequence[str], log_name: str = "daemon") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        options: Sequence[str],
+        log_name: str = "daemon",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         """Start it and wait until it serves.
+
+        Args:
+            directory: takes all that it keeps.
+            options: of `kvstore serve`, beyond its address and its state.
+            log_name: of the file that takes its log.
+            environment: variables to add to ours.
 
         Raises:
             ChildError: it does not come up.
@@ -235,7 +247,8 @@ class ChildDaemon:
             *options,
         ]
         begin = time.monotonic()
-        self._child = Child("kvstore daemon", command, directory / f"{log_name}.log")
+        log = directory / f"{log_name}.log"
+        self._child = Child("kvstore daemon", command, log, environment)
         try:
             line = self._child.line(timeout_s=30)
         except BaseException:

@@ -383,6 +383,11 @@ class Life(World):
         tier = self.random.choice([None, TierName.HOST, TierName.DISK])
         await self.engine.removal.evict(self.spaces[name], keys, tier)
 
+    async def cool(self) -> None:
+        """Leave what is on disk there, and nothing of it in host."""
+        for space in self.spaces.values():
+            await self.engine.removal.evict(space, None, TierName.HOST)
+
     async def bump(self) -> None:
         name = self.random.choice(list(SPECS))
         self.tell("bumping", name)
@@ -460,6 +465,7 @@ THEMES: Final[dict[str, list[Step]]] = {
     "start": [],
     "flush": [Life.fill, Life.flush],
     "grow": [Life.fill, Life.flush, Life.shrink, Life.grow, Life.fill, Life.fill, Life.flush],
+    "read": [Life.fill, Life.flush, Life.cool, *(8 * [Life.read])],
     "shrink": [Life.fill, Life.flush, Life.shrink],
     "bump": [Life.fill, Life.flush, Life.bump],
     "pin": [Life.fill, Life.flush, Life.pin, Life.pin, Life.pin],

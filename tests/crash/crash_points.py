@@ -35,6 +35,7 @@ POINTS: Final[dict[str, Point]] = {
     "segment.synced": Point("grow", "a segment is synced | it has its name"),
     "segment.renamed": Point("grow", "a segment has its name | the name is durable"),
     "segment.unlinked": Point("shrink", "a segment is deleted | durably"),
+    "disk.reading": Point("read", "a block's slot in host is taken | its bytes are there"),
     "move.written": Point("shrink", "moved blocks are written | synced"),
     "move.synced": Point("shrink", "moved blocks are synced | their records name the new places"),
     "move.committed": Point("shrink", "records name the new places | the old ones are free"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-__all__ = ["Figure", "rate", "times"]
+__all__ = ["Figure", "most", "rate", "times"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +16,13 @@ class Figure:
 
     Attributes:
         name: what was measured.
-        unit: ``GB/s`` (more is better) or ``ms`` (less is better).
+        unit: ``GB/s`` (more is better), or another, such as ``ms`` or ``%`` (less is better).
         value: kvstore's median.
         samples: what it is the median of.
         baseline: the baseline's median; None: there is none.
         against: what the baseline is.
-        target: least ratio to the baseline (rates), or most milliseconds (times); None: no
-            target.
+        target: least ratio to the baseline (GB/s), or the most that the value may be (others);
+            None: no target.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Figure:
         """Whether the target is met; None without one."""
         if self.target is None:
             return None
-        if self.unit == "ms":
+        if self.unit != "GB/s":
             return self.value <= self.target
         assert self.ratio is not None
         return self.ratio >= self.target
@@ -88,3 +88,8 @@ def times(
     samples = tuple(s * 1e3 for s in seconds)
     baseline = median(baseline_seconds) * 1e3 if baseline_seconds else None
     return Figure(name, "ms", median(samples), samples, baseline, against, target_ms)
+
+
+def most(name: str, unit: str, values: Sequence[float], target: float) -> Figure:
+    """Return something of which there is to be little, such as a share or a count."""
+    return Figure(name, unit, median(values), tuple(values), target=target)

@@ -5,17 +5,31 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvstore.errors import ConfigError
 from kvstore.units import parse_bytes
 
-__all__ = ["register"]
+if TYPE_CHECKING:
+    from kvstore.cli.bench.figure import Figure
+
+__all__ = ["PrefetchLeg", "register"]
 
 _SPEEDS = "10MB/s,30MB/s,60MB/s,100MB/s,200MB/s,500MB/s,unlimited"
+
+
+class PrefetchLeg(StrEnum):
+    """Parts of the bench without a model."""
+
+    QUEUE = "queue"
+    STAGES = "stages"
+    ROOM = "room"
+    STORM = "storm"
+    STALL = "stall"
 
 
 def _speeds(text: str) -> list[int | None]:
@@ -43,6 +57,25 @@ def prefetch(
     rounds: Annotated[
         int, typer.Option(min=1, max=1000, metavar="N", help="Rounds that medians are taken of.")
     ] = 9,
+    only: Annotated[
+        list[PrefetchLeg] | None,
+        typer.Option(
+            "--only", metavar="LEG", help="queue, stages, room, storm, stall; repeatable."
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="Replays the requests of a trace (as for `kvstore replay`), five times as fast as "
+            "they came, instead of the rest: what waiting saved, and what a better choice would.",
+        ),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=2, metavar="N", help="With --trace: only the first N requests.")
+    ] = 1500,
     model: Annotated[
         Path | None,
         typer.Option(
@@ -90,19 +123,35 @@ def prefetch(
                 )
             )
         )
-        if model is None:
-            _figures(scratch, rounds, as_json=as_json)
+        if trace is not None:
+            _trace(scratch, trace, requests, as_json=as_json)
+        elif model is None:
+            _figures(scratch, rounds, only or [], as_json=as_json)
         else:
             _sweep(model, scratch, chosen, prompts, prompt_tokens, plot=plot, as_json=as_json)
 
 
-def _figures(scratch: Path, rounds: int, *, as_json: bool) -> None:
-    from kvstore.cli.bench import prefetch, report
+def _figures(scratch: Path, rounds: int, only: list[PrefetchLeg], *, as_json: bool) -> None:
+    from kvstore.cli.bench.prefetch import measure
+    from kvstore.cli.output import progress
+
+    figures = measure(scratch, rounds, only, progress(to_stderr=as_json))
+    _show(figures, {"rounds": rounds}, as_json=as_json)
+
+
+def _trace(scratch: Path, trace: Path, requests: int, *, as_json: bool) -> None:
+    from kvstore.cli.bench import prefetch_trace
+
+    figures = prefetch_trace.measure(scratch, trace, requests)
+    _show(figures, {"trace": trace.name, "requests": requests}, as_json=as_json)
+
+
+def _show(figures: list[Figure], settings: dict[str, Any], *, as_json: bool) -> None:
+    from kvstore.cli.bench import report
     from kvstore.cli.output import console, print_json
 
-    figures = prefetch.measure(scratch, rounds)
     if as_json:
-        print_json({"rounds": rounds, "figures": [f.as_json() for f in figures]})
+        print_json({**settings, "figures": [f.as_json() for f in figures]})
     else:
         console().print(report.as_table(figures))
 

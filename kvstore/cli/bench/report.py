@@ -13,19 +13,24 @@ __all__ = ["as_table"]
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _target(figure: Figure) -> str:
     if figure.target is None:
         return ""
-    text = f"≤ {figure.target:g} ms" if figure.unit == "ms" else f"≥ {figure.target:g}"
+    less = figure.unit != "GB/s"
+    text = f"≤ {_number(figure.target)} {figure.unit}" if less else f"≥ {figure.target:g}"
     return f"{text}, {'met' if figure.met else 'MISSED'}"
 
 
 def as_table(figures: Sequence[Figure]) -> Table:
     """Return one row per figure."""
     table = make_table("", ["median"], ("kvstore", "baseline", "ratio", "target"))
+    # Names give way before numbers do.
+    table.columns[0].no_wrap = False
     for figure in figures:
         baseline = f"{_number(figure.baseline)} {figure.against}" if figure.against else ""
         table.add_row(

@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
-from kvstore.syncpoint import reach
 from kvstore.tiers.io_engine import SHORT, IoFile, IoRequest
 from kvstore.tiers.open_files import OpenFiles, check_identity
 from kvstore.tiers.threaded_engine import ThreadedEngine
@@ -148,8 +147,6 @@ class PosixEngine(ThreadedEngine[_Handle]):
     ) -> list[int]:
         """Move a run's bytes, set its errors, return the positions that are done."""
         first = requests[run[0]]
-        if not writing:
-            reach("disk.reading")
         vector = self._pwritev if writing else self._preadv
         try:
             with self._handles.use(first.file) as handle:

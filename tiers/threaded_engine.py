@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from kvstore.syncpoint import reach
 from kvstore.tiers.io_engine import IoEngine, IoFile, IoRequest
 from kvstore.tiers.io_workers import Batch, Workers
 from kvstore.tiers.open_files import OpenFiles
@@ -102,6 +103,8 @@ class ThreadedEngine(IoEngine, Generic[H]):
         errors = [errno.ECANCELED] * len(requests)
 
         def execute(run: list[int]) -> None:
+            if not writing:
+                reach("disk.reading")
             for position in run:
                 errors[position] = errno.EIO
             done = self._move_run(requests, run, writing, errors)

@@ -19,7 +19,7 @@ from kvstore.units import format_bytes, format_duration, format_seconds, parse_b
 if TYPE_CHECKING:
     from kvstore.client import Space
 
-__all__ = ["limit_words", "register"]
+__all__ = ["limit_words", "register", "until_words"]
 
 _TIERS = ("gpu", "host", "disk")
 _SHORT_ID = 8
@@ -242,13 +242,14 @@ def pins(
             shorten(group["owner"], _NAME_WIDTH) or "-",
             count(group["blocks"]),
             format_bytes(group["bytes"]),
-            _until(group["first_end_unix_ms"]),
-            _until(group["last_end_unix_ms"]),
+            until_words(group["first_end_unix_ms"]),
+            until_words(group["last_end_unix_ms"]),
         )
     console().print(table)
 
 
-def _until(unix_ms: int) -> str:
+def until_words(unix_ms: int) -> str:
+    """Say when a pin ends: ``in 1.5 h``, ``never``."""
     if not unix_ms:
         return "never"
     return f"in {format_seconds(max(0.0, unix_ms / 1e3 - time.time()))}"

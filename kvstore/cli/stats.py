@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvstore.cli.connect import AddressOption, JsonOption, connect
+from kvstore.cli.limits import limit_words, until_words
 from kvstore.cli.output import console, count, make_table, print_json, shorten
 from kvstore.cli.plain import plain
 from kvstore.units import format_bytes, format_seconds, format_uptime
@@ -85,6 +86,19 @@ def _prefix_table(prefixes: list[dict[str, Any]]) -> Table:
             count(prefix["shared_tokens"]),
             format_bytes(prefix["shared_bytes"]),
             *(count(prefix[f"blocks_{tier}"]) for tier in ("gpu", "host", "disk")),
+        )
+    return table
+
+
+def _limits_table(spaces: list[dict[str, Any]]) -> Table:
+    table = make_table("Limits", ["id", "model", "in force"], ("pinned", "first pin ends"))
+    for space in spaces:
+        table.add_row(
+            space["space"]["id"][:_SHORT_ID],
+            shorten(space["spec"]["model"], _NAME_WIDTH),
+            limit_words(space["limits"]) or "-",
+            format_bytes(space["pinned_bytes"]),
+            until_words(space["pins_end_unix_ms"]) if space["pinned"] else "-",
         )
     return table
 
@@ -186,6 +200,8 @@ def stats(address: AddressOption = None, as_json: JsonOption = False) -> None:
         out.print(line, markup=False)
     if values["spaces"]:
         out.print(_space_table(values["spaces"]))
+    if held := [s for s in values["spaces"] if s["pinned"] or limit_words(s["limits"])]:
+        out.print(_limits_table(held))
     if values["prefixes"]:
         out.print(_prefix_table(values["prefixes"][:_PREFIXES]))
     if values["misses_blocks"]:
@@ -217,6 +233,8 @@ def spaces(
         out.print(f"{space['space']['id']} epoch {space['space']['epoch']}", markup=False)
         for name, value in space["spec"].items():
             out.print(f"  {name}: {value}", markup=False)
+        if limits := limit_words(space["limits"]):
+            out.print(f"  limits: {limits}", markup=False)
 
 
 def register(app: typer.Typer) -> None:

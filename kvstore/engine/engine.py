@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 # Of the pool, what is taken from the system when a space is opened.
-_FIRST_PART: Final = 16
+_FIRST_PART: Final = 8
 
 
 class Engine(Assembly):

@@ -44,7 +44,7 @@ from kvstore.client import Client
 _ROUNDS = 3
 # Stores that are under way when a request ends are given so long.
 _SETTLE_S = 2.0
-_DECODE_TURNS = 5
+_DECODE_TURNS = 4
 _AWAIT_S = 240.0
 _RESTARTED = 4  # prompts after a restart: files of that size are all that a peer must write
 # Blocks in memory, the first four side by side; then those whose point is what survives.

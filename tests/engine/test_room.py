@@ -44,7 +44,7 @@ def test_opening_a_space_takes_a_part_of_the_pool_ahead_of_the_first_prompt(
     make_world: Make,
 ) -> None:
     async def story(world: World) -> None:
-        await until(lambda: world.host.free_blocks(world.space.shape) >= 400 // 16)
+        await until(lambda: world.host.free_blocks(world.space.shape) >= 400 // 8)
         await until(lambda: not world.host.allocating)
         # Not all of it: most daemons never need all.
         assert world.host.room_blocks(world.space.shape) > 300

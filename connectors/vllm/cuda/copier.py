@@ -29,7 +29,7 @@ from kvstore.attach.mapped import DEVICE, PAGEABLE
 from kvstore.connectors.vllm.copier import ATTACH_SECONDS, Lane, SlotRun
 from kvstore.connectors.vllm.cuda.events import Events
 from kvstore.connectors.vllm.cuda.flight import Flight
-from kvstore.connectors.vllm.cuda.pipe import Mover, Pipe, Runtime
+from kvstore.connectors.vllm.cuda.pipe import GivenUp, Mover, Pipe, Runtime
 from kvstore.connectors.vllm.cuda.routes import Job, Route, job_of, route_of
 from kvstore.connectors.vllm.geometry import Geometry
 from kvstore.connectors.vllm.guard import log_once
@@ -45,9 +45,9 @@ _BOUNCE_CHUNK_BYTES: Final = 16 << 20
 # blocks; and a load is reported early only while no more than this is on its way, because the
 # compute stream, and whoever comes next, waits for it.
 _INBOUND_BYTES: Final = 2 << 30
-# Stores to memory that is not pinned (yet), at a time; one alone may be larger. Blocks that they read
-# cannot be given to anybody else before, so more would hold up the engine: rather store less.
-_SLOW_BYTES: Final = 256 << 20
+# Stores to memory that is not pinned (yet), at a time; one alone may be larger. It takes a second:
+# blocks that have new owners by then are not stored.
+_SLOW_BYTES: Final = 4 << 30
 
 
 class Device(Runtime, Protocol):
@@ -125,7 +125,9 @@ class CudaCopier:
         self._slow: Final = {
             to_cache: make_pipe(to_cache=to_cache, bounce=True) for to_cache in (True, False)
         }
-        self._slow_lane: Final = Lane("kvstore-bounce", self._use_device)
+        self._slow_lanes: Final = {
+            to_cache: Lane("kvstore-bounce", self._use_device) for to_cache in (True, False)
+        }
         self._late_loads: Final = Lane("kvstore-late", self._use_device)
         self._events: Final = Events(device)
         self._spinning: Final = Events(device, spin=True)
@@ -382,10 +384,14 @@ class CudaCopier:
                 reading.intersection_update(self._storing)
             flights = [self._storing[number] for number in sorted(reading)]
         for flight in flights:
-            # Only for copies that another thread submits, or that failed, this waits.
-            flight.submitted.wait()
+            if not flight.submitted.is_set():
+                # One that the CPU must help with. Rather store less than let the engine wait.
+                flight.given_up = True
+                flight.submitted.wait()
             if flight.failed:
-                self._quiet(self._out)
+                self._slow[False].synchronize()
+                if not flight.given_up:
+                    self._out.synchronize()
         with self._guard:
             compute = self._device.compute_stream()
             for number in sorted(reading & set(self._storing)):
@@ -424,7 +430,7 @@ class CudaCopier:
     def _submit(pipe: Pipe, flight: Flight, job: Job, *, to_cache: bool) -> None:
         if job.most == DEVICE and not to_cache:
             raise ValueError("slots on the GPU are for reading only")
-        pipe.begin(flight.begun)
+        pipe.begin(flight.begun, lambda: flight.given_up)
         if job.least == DEVICE:
             pipe.device(job)
         elif job.most == DEVICE:
@@ -444,14 +450,18 @@ class CudaCopier:
 
         def submit() -> None:
             try:
-                self._submit(self._slow[to_cache], flight, job, to_cache=to_cache)
+                if not flight.given_up:
+                    self._submit(self._slow[to_cache], flight, job, to_cache=to_cache)
+            except GivenUp:
+                pass
             except Exception as error:  # noqa: BLE001 - the thread's boundary: fail this copy
                 _tell("copy", error)
-                flight.failed = True
             finally:
+                # Whatever has been submitted of it, it is not whole.
+                flight.failed = not flight.submitted.is_set()
                 flight.submitted.set()
 
-        self._slow_lane.submit(submit)
+        self._slow_lanes[to_cache].submit(submit)
 
     def _arrived(self, what: str, pipe: Pipe, flight: Flight) -> bool:
         """Wait for a copy; return whether it went well. Afterwards nothing of it is under way."""
@@ -484,8 +494,8 @@ class CudaCopier:
         if self._closed:
             return
         self._closed = True
-        lanes = (self._late_loads, self._slow_lane, self._near_loads, self._loads, self._stores)
-        for lane in lanes:
+        slow = self._slow_lanes.values()
+        for lane in (self._late_loads, *slow, self._near_loads, self._loads, self._stores):
             lane.close()
         for pipe in (self._in, self._near, self._out, *self._slow.values()):
             pipe.close()

@@ -21,6 +21,7 @@ class Flight:
         length: bytes, where somebody counts them.
         spins: who waits for `done` does not sleep: it takes less than waking up does.
         failed: it was not submitted, or not whole.
+        given_up: its blocks get new owners, and it has not been submitted: it is not to be.
         before: earlier stores that read some of its blocks too.
         submitted: set when `read` and `done` stand for this copy.
     """
@@ -32,5 +33,6 @@ class Flight:
     length: int = 0
     spins: bool = False
     failed: bool = False
+    given_up: bool = False
     before: set[int] = field(default_factory=set)
     submitted: threading.Event = field(default_factory=threading.Event)

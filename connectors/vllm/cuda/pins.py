@@ -3,7 +3,8 @@
 While the engine starts nobody waits for the GPU, and the first requests need pinned slabs: ranges are
 large (each call costs two turns of Python's lock, which a busy engine gives away every 5 ms) and several
 threads pin at once. Once it serves, everybody who launches work waits while a range is being
-pinned (2.7 ms for 64 MiB): one thread pins, and rests as long as it has worked.
+pinned (11 ms for 256 MiB): one thread pins, and rests as long. That must still be faster than an
+engine fills a new pool (5 GB/s), or its blocks go through a small buffer, or are not stored.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ __all__ = ["SlabPins"]
 
 # While the engine starts, and once it serves.
 _STARTING_BYTES: Final = 1 << 30
-_SERVING_BYTES: Final = 64 << 20
+_SERVING_BYTES: Final = 256 << 20
+# Of waiting for Python's lock nobody else has anything to rest from.
+_BYTES_PER_SECOND: Final = 20e9
 
 
 class _Runtime(Protocol):
@@ -76,7 +79,7 @@ class SlabPins:
         with self._turn:
             began = time.monotonic()
             pinned = self._register(address, length)
-            self._pause(time.monotonic() - began)
+            self._pause(min(time.monotonic() - began, length / _BYTES_PER_SECOND))
             return pinned
 
     def _register(self, address: int, length: int) -> bool:

@@ -29,7 +29,7 @@ from kvstore.connectors.vllm.geometry import Geometry
 from kvstore.cudart import CudaError
 from kvstore.memory import copy_batch
 
-__all__ = ["Bounce", "Mover", "Pipe", "Runtime"]
+__all__ = ["Bounce", "GivenUp", "Mover", "Pipe", "Runtime"]
 
 U64 = NDArray[np.uint64]
 
@@ -50,6 +50,10 @@ _FIRST_CHUNK_BYTES: Final = 16 << 20
 # Gathering and scattering for the bus takes few multiprocessors, but must not wait for others' work.
 _RING_PRIORITY: Final = -1
 _BOUNCE_THREADS: Final = 4
+
+
+class GivenUp(Exception):
+    """A copy was stopped between two chunks, as it was told to."""
 
 
 class Runtime(Protocol):
@@ -203,6 +207,7 @@ class Pipe:
         # What the copy that is being submitted has put work on, and what it comes after.
         self._used: dict[int, None] = {}
         self._after = 0
+        self._stop: Callable[[], bool] = lambda: False
         self._chunk_blocks = max(1, min(chunk_bytes // geometry.block_bytes, _ROWS))
         self._ring = self._take_ring() if ring else 0
         buffer_bytes = self._chunk_blocks * geometry.block_bytes
@@ -233,10 +238,17 @@ class Pipe:
                     raise
                 self._chunk_blocks //= 2
 
-    def begin(self, after: int) -> None:
-        """Begin a copy whose accesses to the KV cache wait for an event, on the GPU."""
+    def begin(self, after: int, stop: Callable[[], bool] = lambda: False) -> None:
+        """Begin a copy whose accesses to the KV cache wait for an event, on the GPU.
+
+        Args:
+            after: the event.
+            stop: asked before each chunk: whether to give the copy up.
+        """
         self._used.clear()
-        self._after = after
+        # A copy that broke off may have left some: its slots are somebody else's by now.
+        self._down.clear()
+        self._after, self._stop = after, stop
 
     def _use(self, stream: int) -> int:
         """Return a stream that touches the KV cache, waiting for what the copy comes after."""
@@ -358,6 +370,8 @@ class Pipe:
         self._use(self.kernels)
         row = uploaded = 0
         for number, (begin, end) in enumerate(pairwise(edges)):
+            if self._stop():
+                raise GivenUp
             if end > uploaded:
                 uploaded = edges[bisect_right(edges, begin + _ROWS) - 1]
                 row = self._upload(job.blocks[begin:uploaded], staged[begin:uploaded]) - begin

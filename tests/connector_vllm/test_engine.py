@@ -127,6 +127,26 @@ def test_daemon_gone_and_back(llm: Any, daemon: FakeDaemon) -> None:
     assert chosen(warm) == cold
 
 
+def test_what_is_reported_is_what_the_outputs_say(llm: Any, daemon: FakeDaemon) -> None:
+    """The effective hit rate, whoever had the tokens: the store, the engine's own cache, or both."""
+    run_cold(llm, daemon, 11)
+    daemon.usage.clear()
+    outputs = generate(llm, prompt(LENGTH, 12))  # nobody has it
+    outputs += generate(llm, prompt(LENGTH, 11))  # the store has it
+    outputs += generate(llm, prompt(LENGTH, 11))  # now the engine, too
+    forget(llm)
+    tokens = prompt(LENGTH, 11)["prompt_token_ids"]
+    outputs += generate(llm, {"prompt_token_ids": tokens[:70]}, tokens=1)  # shorter than a block
+    outputs += generate(llm, prompt(LENGTH, 11))  # two engine blocks here, the rest in the store
+    cached = [output.num_cached_tokens for output in outputs]
+    assert cached == [0, 512, 528, 0, 512]
+    used = daemon.usage
+    assert used["requests"] == len(outputs)
+    assert used["prompt_tokens"] == sum(len(output.prompt_token_ids) for output in outputs)
+    assert used["reused_tokens_host"] + used["local_tokens"] == sum(cached)
+    assert used["local_tokens"] == 528 + 64
+
+
 def test_abort_while_loading(llm: Any, daemon: FakeDaemon) -> None:
     from vllm import SamplingParams
 

@@ -16,6 +16,7 @@ wrong in an exporter is OpenTelemetry's own business and never a caller's.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -25,6 +26,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from typing import Any, Final, Self
+
+from kvstore import log_lines
 
 __all__ = [
     "OFF",
@@ -303,6 +306,12 @@ def set_up(service: str, version: str) -> None:
     use_provider(provider)
 
 
+def _line(recorded: Any) -> str:
+    """Return a span as a line of the log."""
+    about = json.loads(recorded.to_json(indent=None))
+    return log_lines.line("info", f"span: {recorded.name}", event="span", span=about) + "\n"
+
+
 def _exporter(name: str) -> Any:
     protocol = next(
         (value for key in _PROTOCOLS if (value := os.environ.get(key))), "http/protobuf"
@@ -311,7 +320,7 @@ def _exporter(name: str) -> Any:
         if name == "console":
             from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
-            return ConsoleSpanExporter(out=sys.stderr)
+            return ConsoleSpanExporter(out=sys.stderr, formatter=_line)
         if name != "otlp":
             raise TracingUnavailable(f"OTEL_TRACES_EXPORTER: {name} is not otlp, console or none")
         if protocol == "http/protobuf":

@@ -109,6 +109,19 @@ def test_the_asynchronous_client_traces_as_well(
     }
 
 
+def test_spans_on_the_console_are_lines_of_the_log(
+    start_daemon: Callable[..., Any], spans: InMemorySpanExporter
+) -> None:
+    daemon = start_daemon("--log-format", "json", OTEL_TRACES_EXPORTER="console")
+    with kvstore.Client(daemon.address) as client:
+        client.open_space(SPEC).lookup(KEYS)
+    assert daemon.stop() == 0
+    lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
+    [lookup] = [line for line in lines if line["message"] == "span: kvstore.lookup"]
+    assert lookup["span"]["kind"] == "SpanKind.SERVER"
+    assert lookup["level"] == "info"
+
+
 @pytest.mark.parametrize(
     "environment",
     [

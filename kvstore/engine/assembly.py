@@ -479,6 +479,8 @@ class Assembly:
     def _committed(self, block: Block) -> None:
         """A block got its host copy from a client."""
         self.counters.counts["stored_blocks"] += 1
+        if block.space.own is not None:
+            self._notify()  # its slot counts as granted no more: others may be
         if self.flusher is not None and self._flush_on_commit:
             self.flusher.committed(block)
         if block.flush is not Flush.QUEUED:

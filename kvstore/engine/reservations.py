@@ -165,7 +165,9 @@ class Reservations:
             for block in held:
                 self._index.hold_host(block)
             try:
-                allowed = room.admit(space, count)
+                # Credits taken ahead of need must not push out all that there is.
+                most = max(1, space.host_quota // 2) - space.granted
+                allowed = room.admit(space, min(count, most)) if most > 0 else 0
                 slots = room.take(space.shape, allowed) if allowed else []
             finally:
                 for block in held:

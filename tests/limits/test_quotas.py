@@ -76,6 +76,29 @@ def test_a_chain_longer_than_the_quota_keeps_its_head(make_world: Make) -> None:
     make_world(disk_blocks=0).run(story)
 
 
+def test_slots_taken_ahead_of_need_leave_half_of_the_quota(make_world: Make) -> None:
+    async def story(world: World) -> None:
+        player = world.player()
+        await _limit(world, host=8)
+        old = chain("old", 8)
+        assert await player.put(old) == 8
+        await world.settle()
+        grant, slots, shortage = await player.reserve(100)
+        assert (len(slots), shortage) == (4, Shortage.BUSY)
+        assert world.space.host_blocks == 4
+        _, more, shortage = await player.reserve(1)
+        assert (more, shortage) == ([], Shortage.BUSY)
+        # Who waits goes on as soon as blocks are committed.
+        waiting = asyncio.create_task(player.reserve(2, deadline=60.0))
+        new = chain("new", 4)
+        player.write(slots, new)
+        player.commit(grant, slots, new)
+        _, slots, _ = await waiting
+        assert len(slots) == 2
+
+    make_world(disk_blocks=0).run(story)
+
+
 @pytest.mark.parametrize("blocks", [0, 1])
 def test_what_can_never_fit_is_refused_at_once_and_said(make_world: Make, blocks: int) -> None:
     async def story(world: World) -> None:

@@ -95,8 +95,9 @@ class Limits:
         space.limit(limits or SpaceLimits(), self.defaults)
         if space.in_force:
             space.open_own()
-            for block in space.blocks.values():
-                self._index.offer(block)
+            assert space.own is not None
+            for queue in space.own.values():
+                queue.offer_all(space.blocks.values())
         self._note_disk_quota(space)
 
     def restore(self) -> None:

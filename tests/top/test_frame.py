@@ -287,3 +287,18 @@ def test_keys() -> None:
     assert (view.prefixes, view.order) == (False, "hit rate")
     view.press("q")
     assert view.done
+
+
+def test_a_space_that_has_what_its_quota_allows_is_marked() -> None:
+    limited = answer(12, 3)
+    info = limited["spaces"][0]
+    info["limits"] = info["limits"] | {"host_bytes": 10 * 65536, "disk_bytes": 100 * 65536}
+    info |= {"bytes_host": 10 * 65536, "bytes_disk": 90 * 65536, "blocks_host": 10}
+    lines = frame(history(answer(10, 1), limited), View(), 80, 40)
+    marked = [
+        line.plain[span.start : span.end].strip()
+        for line in lines
+        for span in line.spans
+        if span.style == "yellow"
+    ]
+    assert marked == ["10"]

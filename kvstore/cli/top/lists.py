@@ -54,6 +54,13 @@ def _sorted(
     return sorted(spaces, key=rank, reverse=view.reverse)
 
 
+def _is_full(space: dict[str, Any], tier: str) -> bool:
+    """Return whether a space has all that its quota allows in a tier, to a block."""
+    quota = space["limits"][f"{tier}_bytes"]
+    size = sum(space["spec"]["shard_bytes"])
+    return quota is not None and space[f"bytes_{tier}"] + size > quota
+
+
 def _spaces(history: History, view: View) -> list[Text]:
     """Return a heading and a line per space."""
     spaces, changes = history.now["spaces"], history.usage_changes()
@@ -72,10 +79,12 @@ def _spaces(history: History, view: View) -> list[Text]:
             # Of a path, the end is what tells it from others.
             cell = Text(f"{space['space']['id'][:4]} …{clean(space['spec']['model'])[-_TAIL:]}")
         cell.truncate(_MODEL, pad=True)
+        cell.append(f" {count(space['blocks']):>7}")
+        for tier in ("gpu", "host", "disk"):
+            full = _is_full(space, tier)
+            cell.append(f" {count(space[f'blocks_{tier}']):>6}", style="yellow" if full else "")
         cell.append(
-            f" {count(space['blocks']):>7} {count(space['blocks_gpu']):>6} "
-            f"{count(space['blocks_host']):>6} {count(space['blocks_disk']):>6} "
-            f"{count(space['pinned']):>6} "
+            f" {count(space['pinned']):>6} "
             f"{per_second(history.rate(changes[space['space']['id']]['prompt_tokens'])):>7} "
             f"{percent(reused_tokens(usage), usage['prompt_tokens']):>7}"
         )

@@ -15,7 +15,7 @@ MODEL := .cache/smollm2-fp32
 .PHONY: help venv vllm model demo test test-fast crashtest soak lint format metrics-table schemas bench wheel clean distclean
 
 help: ## Show the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '%-10s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '%-13s %s\n' "$$name" "$$text"; done
 
 venv: ## Create .venv with kvstore and the development tools
 	@$(SETUP) dev

@@ -150,6 +150,15 @@ def test_a_frame_says_what_the_answers_say() -> None:
     assert lines[-1].startswith("q quit  p pause  s sort: blocks")
 
 
+def test_a_budget_that_is_nearly_spent_is_mentioned() -> None:
+    stats = answer(10, 1)
+    disk = stats["tiers"][1]
+    for left, told in ((600 << 20, False), (10 << 20, True), (0, True)):
+        disk.update(budget_bytes=10 << 30, budget_left_bytes=left)
+        shown = "left of what may be written in 24 hours" in "\n".join(text(history(stats)))
+        assert shown is told
+
+
 def test_hit_rate_now_is_that_of_the_last_seconds() -> None:
     first, second = answer(10, 1), answer(12, 3)
     # In between: 1,000 prompt tokens, none of them reused.

@@ -22,6 +22,8 @@ __all__ = ["frame", "to_ascii"]
 _BAR: Final = 14
 _MISSES: Final = 4
 _SHORT_ID: Final = 8
+# Part of a disk's budget below which it is mentioned.
+_LITTLE: Final = 0.05
 # What the daemon thought of times, not times that anybody spent.
 _GUESSES: Final = frozenset({"wait_predicted", "wait_error", "wait_lost"})
 _ASCII: Final = str.maketrans({"█": "#", "░": ".", "…": "~", "µ": "u"})
@@ -122,6 +124,10 @@ def _tiers(history: History) -> list[Text]:
         if any(number for number, _ in wrong):
             told = ", ".join(f"{count(number)} {what}" for number, what in wrong if number)
             notes.append(Text(f"  {name}: {told}", style="red", no_wrap=True))
+        if tier["budget_bytes"] and tier["budget_left_bytes"] < tier["budget_bytes"] * _LITTLE:
+            left = format_bytes(tier["budget_left_bytes"])
+            told = f"{left} left of what may be written in 24 hours"
+            notes.append(Text(f"  {name}: {told}", style="yellow", no_wrap=True))
     return [*lines, *notes]
 
 

@@ -6,7 +6,7 @@ that are kept, the coldest makes way for one that is not, and hands its warmth o
 many blocks and spaces there are; what a chain's requests have in common is worked out only when
 somebody asks, from the blocks' own counts. Holds keys, no blocks. Lost with the process.
 
-All methods run on the event loop's thread.
+`used` runs on the event loop's thread; `hottest` on any: it reads what each chain says at that moment.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class HotPrefixes:
         """
         now = self._clock()
         found = []
-        for chain in heapq.nlargest(most, self._chains.values(), key=lambda c: c.warmth):
+        for chain in heapq.nlargest(most, list(self._chains.values()), key=lambda c: c.warmth):
             shared = self._shared(chain)
             if not shared:
                 continue

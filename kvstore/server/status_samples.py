@@ -34,6 +34,7 @@ SAMPLE_SECONDS: Final = 10.0
 HOUR_SECONDS: Final = 3600.0
 # Any number of open pages costs the daemon one look a second.
 _FRESH_SECONDS: Final = 1.0
+_PREFIXES: Final = 8
 
 
 class StatusSamples:
@@ -57,6 +58,7 @@ class StatusSamples:
         self._lock = threading.Lock()
         self._now: dict[str, Any] | None = None
         self._timings: list[dict[str, Any]] = []
+        self._prefixes: list[dict[str, Any]] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status-samples", daemon=True)
 
@@ -86,12 +88,14 @@ class StatusSamples:
             if self._now is None or at - self._now["at"] >= _FRESH_SECONDS:
                 self._now = self._sample()
                 self._timings = self._calls()
+                self._prefixes = self._hottest()
             return {
                 "version": kvstore.__version__,
                 "boot_id": self._boot_id,
                 "spaces": len(self._engine.index.spaces),
                 "now": self._now,
                 "timings": self._timings,
+                "prefixes": self._prefixes,
                 "samples": [sample for sample in self._ring if sample["at"] > since],
             }
 
@@ -116,6 +120,21 @@ class StatusSamples:
                 "max_seconds": timing.longest,
             }
             for timing in self._engine.counters.timings()
+        ]
+
+    def _hottest(self) -> list[dict[str, Any]]:
+        """Return what is asked for most, by size and place only: a key could confirm a guess."""
+        return [
+            {
+                "shared_tokens": prefix.shared_blocks * prefix.space.spec.block_tokens,
+                "shared_bytes": prefix.shared_blocks * prefix.space.shape.block_bytes,
+                "shared_blocks": prefix.shared_blocks,
+                "blocks": {tier.name.lower(): blocks for tier, blocks in prefix.tiers.items()},
+                "requests": prefix.requests,
+                "hit_tokens": prefix.hit_blocks * prefix.space.spec.block_tokens,
+                "idle_seconds": prefix.idle_seconds,
+            }
+            for prefix in self._engine.hot_prefixes.hottest(_PREFIXES)
         ]
 
     def _tiers(self) -> list[dict[str, Any]]:

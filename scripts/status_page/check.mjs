@@ -56,7 +56,7 @@ try {
       const {page, wrong, elsewhere} = await open(scheme, width);
       assert.deepEqual(await violations(page), [], `axe, ${scheme}, ${width}`);
       assert.ok(await page.evaluate(() => document.documentElement.scrollWidth <= innerWidth), "scrolls sideways");
-      for (const id of ["tiers", "slow", "misses", "evictions"])
+      for (const id of ["tiers", "slow", "misses", "evictions", "prefixes"])
         assert.ok(await page.evaluate(i => document.getElementById(i).rows.length > 0, id), id);
       assert.equal((await page.$$("svg.chart")).length, 3);
       assert.deepEqual(wrong, []);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from engine_world import World, spec_of
+from engine_world import World, chain, spec_of
 
 from kvstore.engine.counters import UsageCounts
 from kvstore.index.space_index import SpaceIndex
@@ -71,10 +71,22 @@ def test_what_a_sample_says(make_world: Callable[..., World]) -> None:
         assert now["usage"]["local_tokens"] == 10
         assert now["misses_blocks"] == {"evicted": 4}
         assert now["evictions"] == {"background": 0, "inline": 3, "by_request": 0}
+        assert answer["prefixes"] == []
         timing = next(timing for timing in answer["timings"] if timing["name"] == "acquire")
         assert timing["p99_seconds"] == 0.5
         # Who may look at the page need not know what is served.
         assert "secret" not in json.dumps(answer)
+
+        keys = chain("a prompt", 3)
+        await world.player().put(keys)
+        world.engine.start_read(world.space, keys).close()
+        clock.now += 1.0
+        answer = samples.answer(-1)
+        (prefix,) = answer["prefixes"]
+        assert (prefix["shared_tokens"], prefix["hit_tokens"], prefix["requests"]) == (48, 48, 1)
+        assert prefix["blocks"]["host"] == 3
+        assert not any(key.hex() in json.dumps(answer) for key in keys)
+        now = answer["now"]
 
         # Many pages look, the daemon looks once a second.
         engine.counters.counts["hit_blocks_host"] = 6

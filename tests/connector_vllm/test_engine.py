@@ -139,12 +139,12 @@ def test_what_is_reported_is_what_the_outputs_say(llm: Any, daemon: FakeDaemon) 
     outputs += generate(llm, {"prompt_token_ids": tokens[:70]}, tokens=1)  # shorter than a block
     outputs += generate(llm, prompt(LENGTH, 11))  # two engine blocks here, the rest in the store
     cached = [output.num_cached_tokens for output in outputs]
-    assert cached == [0, 512, 528, 0, 512]
+    assert cached == [0, 512, 512, 0, 512]
     used = daemon.usage
     assert used["requests"] == len(outputs)
     assert used["prompt_tokens"] == sum(len(output.prompt_token_ids) for output in outputs)
     assert used["reused_tokens_host"] + used["local_tokens"] == sum(cached)
-    assert used["local_tokens"] == 528 + 64
+    assert used["local_tokens"] == 512 + 64
 
 
 def test_abort_while_loading(llm: Any, daemon: FakeDaemon) -> None:

@@ -8,7 +8,8 @@ first token is then
 where blocks in memory arrive at once, and those on a slower tier one after the other at the path's
 rate, behind what goes first. The k with the least sum is chosen; of equal ones the larger, which
 leaves the engine free for others. It is asked again while waiting, with what is left: time that has
-passed is spent either way.
+passed is spent either way. Who has to wait for something else first (an engine that is busy with
+other requests) waits for nothing until then: only what comes later counts.
 
 What is not known is not gambled on: without a prefill rate the client's deadline decides alone;
 without a measurement of the path, waiting is worth a fraction of the time that computing takes.
@@ -42,6 +43,7 @@ class Want:
         block_seconds: what computing one takes; 0: not known.
         ahead_bytes: what goes first on the path, in flight not counted.
         deadline_seconds: how long the client waits at most.
+        queued_seconds: for how long waiting costs nothing.
     """
 
     ready: Sequence[bool]
@@ -49,6 +51,7 @@ class Want:
     block_seconds: float
     ahead_bytes: int
     deadline_seconds: float
+    queued_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class Plan:
     Attributes:
         blocks: leading blocks to wait for; what follows is computed.
         wait_seconds: until the last of them is predicted to have arrived.
-        saved_seconds: of computing, less the wait; at least 0.
+        saved_seconds: of computing, less what the wait costs; at least 0.
     """
 
     blocks: int
@@ -85,7 +88,8 @@ def plan(want: Want, path: PathEstimate, now: float, *, margin: float = _MARGIN)
     known = want.block_seconds > 0
     limit = want.deadline_seconds
     if known and not path.measured:
-        limit = min(limit, _EXPLORE * (total - at_once) * want.block_seconds)
+        explore = _EXPLORE * (total - at_once) * want.block_seconds
+        limit = min(limit, want.queued_seconds + explore)
     worth = want.block_seconds * (1 - margin)
     best, best_gain, best_wait = at_once, 0.0, 0.0
     coming = 0
@@ -98,8 +102,10 @@ def plan(want: Want, path: PathEstimate, now: float, *, margin: float = _MARGIN)
                 # Nothing says that the rest would be late: the deadline itself will.
                 return Plan(total, wait, 0.0)
             break
-        gain = (k + 1 - at_once) * worth - wait if known else math.inf
+        cost = max(0.0, wait - want.queued_seconds)
+        gain = (k + 1 - at_once) * worth - cost if known else math.inf
         if gain >= best_gain:
             best, best_gain, best_wait = k + 1, gain, wait
-    saved = max(0.0, best * want.block_seconds - best_wait)
+    cost = max(0.0, best_wait - want.queued_seconds)
+    saved = max(0.0, best * want.block_seconds - cost)
     return Plan(best, best_wait, saved)

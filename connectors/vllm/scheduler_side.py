@@ -28,7 +28,7 @@ from kvstore.connectors.vllm.stats import StatsLog
 from kvstore.connectors.vllm.store import Client, Lease, Space
 from kvstore.connectors.vllm.store_plan import StorePlan
 from kvstore.connectors.vllm.traces import begin_lookup, end_lookup
-from kvstore.connectors.vllm.tracks import ActiveLoad, Track
+from kvstore.connectors.vllm.tracks import ActiveLoad, Track, queue_seconds
 from kvstore.connectors.vllm.usage import Usage
 from kvstore.connectors.vllm.views import View, Views
 from kvstore.connectors.vllm.weights import adapter_identity
@@ -126,7 +126,8 @@ class SchedulerSide:
             return
         space = view.space()
         if space is not None:
-            self._ask(track, space)
+            size, rate = self.engine.block_tokens, self._pace.tokens_per_second
+            self._ask(track, space, queue_seconds(track, self._tracks.values(), size, rate))
             self._plan.top_up(view, self._tracks.values(), self._roster.writers)
 
     def _view(self, track: Track) -> View | None:
@@ -137,8 +138,11 @@ class SchedulerSide:
         track.follow(view)
         return view
 
-    def _ask(self, track: Track, space: Space) -> None:
-        """Send Acquire for all of a request's full blocks, unless there are none."""
+    def _ask(self, track: Track, space: Space, queued: float = 0.0) -> None:
+        """Send Acquire for all of a request's full blocks, unless there are none.
+
+        For `queued` seconds others are computed, and waiting costs nothing.
+        """
         if not self._may_load(track) or track.asked is not None or track.lease is not None:
             return
         keys = track.keys(self.engine.group_blocks)
@@ -146,11 +150,13 @@ class SchedulerSide:
             return
         track.asked_blocks = len(keys)
         track.asked_at = self._clock()
+        track.turn_at = track.asked_at + queued
         span = begin_lookup(track, len(keys))
         with tracing.using(span):
             track.asked = space.acquire(
                 keys,
-                deadline_s=self.settings.disk_wait_seconds,
+                deadline_s=queued + self.settings.disk_wait_seconds,
+                queued_s=queued,
                 prefill_tokens_per_second=self._pace.tokens_per_second,
                 request_id=track.request.request_id[:_REQUEST_ID_CHARS],
             )
@@ -211,7 +217,7 @@ class SchedulerSide:
     ) -> tuple[int | None, bool]:
         lease = track.lease
         if lease is None:
-            space = view.space() or self._open(view)
+            space = view.space() or view.open_once(self.settings.answer_seconds)
             if space is None:
                 return self._miss(track, now)
             self._ask(track, space)
@@ -228,9 +234,11 @@ class SchedulerSide:
         if lease.lost:
             return self._miss(track, now)
         growing, blocks = lease.growing, lease.blocks
+        if growing and now < track.turn_at:
+            return self._ask_again(track, view, local_tokens, now)
         track.stored = max(track.stored, blocks)
         block_tokens = self.engine.block_tokens
-        if growing and now - track.asked_at < self.settings.disk_wait_seconds:
+        if growing and now - track.turn_at < self.settings.disk_wait_seconds:
             missing = (track.asked_blocks - blocks) * block_tokens
             if self._pace.worth_a_step(missing):
                 return LATER
@@ -248,13 +256,18 @@ class SchedulerSide:
             return LATER
         return tokens, True
 
-    def _open(self, view: View) -> Space | None:
-        """Give a view that has just been made the time to open, once: the first request's."""
-        if view.waited:
-            return None
-        view.waited = True
-        view.wait_open(self.settings.answer_seconds)
-        return view.space()
+    def _ask_again(
+        self, track: Track, view: View, local_tokens: int, now: float
+    ) -> tuple[int | None, bool]:
+        """It is a request's turn earlier than was thought: from here on waiting costs time."""
+        early, space = track.lease, view.space()
+        if space is None or early is None:
+            return self._miss(track, now)
+        track.lease = None
+        self._ask(track, space)
+        # After asking: what is on its way is not dropped in between.
+        early.release()
+        return self._answer(track, view, local_tokens, now)
 
     def _arrived(self, track: Track, view: View) -> Lease | None:
         """Return the lease if the answer is there, or comes within what the step may wait."""

@@ -100,8 +100,12 @@ class Space(Protocol):
         prefill_tokens_per_second: float = 0.0,
         priority: int = 0,
         request_id: str = "",
+        queued_s: float = 0.0,
     ) -> Future[Any]:
-        """Lease the leading run that is in memory; promote what follows until the deadline."""
+        """Lease the leading run that is in memory; promote what follows until the deadline.
+
+        For `queued_s` seconds waiting costs nothing.
+        """
 
     def reserve(
         self,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,10 @@ from kvstore.connectors.vllm.store import Lease
 from kvstore.connectors.vllm.views import View
 from kvstore.keys import Keys
 
-__all__ = ["ActiveLoad", "Track"]
+__all__ = ["ActiveLoad", "Track", "queue_seconds"]
+
+# No longer than that a request is thought to wait in the engine's queue.
+_LONGEST_QUEUE_SECONDS: Final = 30.0
 
 
 def _release_late(asked: Future[Any]) -> None:
@@ -66,6 +70,7 @@ class Track:
         asked: an Acquire under way.
         asked_blocks: how many keys it names.
         asked_at: when it was sent.
+        turn_at: when the requests before this one were thought to be computed, at the earliest.
         lease: its answer.
         local_tokens: tokens that the engine had by itself, as last told.
         answered_at: when a hit was first answered.
@@ -88,6 +93,7 @@ class Track:
     asked: Future[Any] | None = None
     asked_blocks: int = 0
     asked_at: float = 0.0
+    turn_at: float = 0.0
     lease: Lease | None = None
     local_tokens: int = 0
     answered_at: float | None = None
@@ -104,6 +110,13 @@ class Track:
             return
         self.let_go()
         self.view, self.run, self.stored = view, view.run, 0
+
+    def left(self, block_tokens: int) -> int:
+        """Return how many of its tokens are still to be computed, as far as is known."""
+        have = max(int(self.request.num_computed_tokens), self.local_tokens)
+        if self.lease is not None:
+            have = max(have, self.lease.blocks * block_tokens)
+        return max(0, int(self.request.num_tokens) - have)
 
     def keys(self, group_blocks: int) -> Keys:
         """Return the keys of the request's full stored blocks."""
@@ -128,3 +141,17 @@ class Track:
         if lease is not None:
             lease.release()
         self.answered_at = None
+
+
+def queue_seconds(
+    track: Track, tracks: Iterable[Track], block_tokens: int, tokens_per_second: float
+) -> float:
+    """Predict when the engine will have computed the other requests; 0 when that is not known.
+
+    vLLM does not look at a request while those before it fill its steps. What comes from disk until
+    then costs the request nothing.
+    """
+    if not tokens_per_second:
+        return 0.0
+    ahead = sum(other.left(block_tokens) for other in tracks if other is not track)
+    return min(ahead / tokens_per_second, _LONGEST_QUEUE_SECONDS)

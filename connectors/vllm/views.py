@@ -97,6 +97,14 @@ class View:
             except TimeoutError:
                 return
 
+    def open_once(self, seconds: float) -> Space | None:
+        """Give a view that has just been made the time to open, once: the first request's."""
+        if self.waited:
+            return None
+        self.waited = True
+        self.wait_open(seconds)
+        return self.space()
+
     def failed(self, error: KVStoreError) -> None:
         """Take note of a call on the space that failed.
 

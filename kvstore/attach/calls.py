@@ -90,10 +90,12 @@ class Calls(ABC):
         prefill_tokens_per_second: float = 0.0,
         priority: int = 0,
         request_id: str = "",
+        queued_s: float = 0.0,
     ) -> Future[Lease]:
         """Ask for a lease on the leading run of `keys`; at most the first 32,768 are looked at.
 
-        `request_id` is what `kvstore explain --request` finds it by, at most 256 characters.
+        `request_id` is what `kvstore explain --request` finds it by, at most 256 characters. For
+        `queued_s` seconds waiting costs nothing, because others are served first.
 
         Returns:
             A future that cannot be cancelled: its lease must be released.
@@ -116,6 +118,7 @@ class Calls(ABC):
             priority=priority,
             parent=pack_run_parent(keys),
             request_id=request_id,
+            queued_ms=_milliseconds(queued_s),
         )
 
         def accept(answer: pb.AcquireResponse) -> Lease:

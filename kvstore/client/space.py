@@ -247,6 +247,7 @@ class Space(SpaceHandle):
         prefill_tokens_per_second: float = 0.0,
         priority: int = 0,
         request_id: str = "",
+        queued_s: float = 0.0,
     ) -> Future[Lease]:
         """Ask for a lease without waiting; see `Attachment.acquire`."""
         return self._client.attachment.acquire(
@@ -256,6 +257,7 @@ class Space(SpaceHandle):
             prefill_tokens_per_second=prefill_tokens_per_second,
             priority=priority,
             request_id=request_id,
+            queued_s=queued_s,
         )
 
     def reserve(

@@ -118,6 +118,7 @@ class Engine(Assembly):
         prefill_tokens_per_second: float = 0.0,
         parent: bytes | None = None,
         request_id: str = "",
+        queued_seconds: float = 0.0,
     ) -> Acquired:
         """Lease a leading run; see `Leases.acquire`."""
         if attachment.state is State.SILENT:
@@ -134,6 +135,7 @@ class Engine(Assembly):
             prefill_tokens_per_second,
             parent,
             request_id,
+            queued_seconds,
         )
         lease = attachment.leases.get(lease_id)
         if lease is not None:

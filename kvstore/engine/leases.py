@@ -183,6 +183,7 @@ class Leases:
         prefill_tokens_per_second: float = 0.0,
         parent: bytes | None = None,
         request_id: str = "",
+        queued_seconds: float = 0.0,
     ) -> Acquired:
         """Lease the leading run in host memory; wait for the rest if there is a deadline.
 
@@ -200,6 +201,7 @@ class Leases:
                 predicted to take longer. 0: not known.
             parent: key before the first one; see `SpaceIndex.run`.
             request_id: what the lease is for, in the client's words.
+            queued_seconds: for how long waiting costs the client nothing.
 
         Raises:
             InvalidRequest: as for `find_run`.
@@ -234,7 +236,9 @@ class Leases:
             if prefill_tokens_per_second > 0:
                 seconds = space.spec.block_tokens / prefill_tokens_per_second
             here = [b.host is not None or (gpu and b.gpu is not None) for b in run]
-            worth, pending = self._worth.choose(run, here, seconds, deadline_seconds, priority)
+            worth, pending = self._worth.choose(
+                run, here, seconds, deadline_seconds, priority, queued_seconds
+            )
             if worth < len(run):
                 miss = self._worth.declined()
                 forecast = self._worth.forecast(run[worth:], here[worth:], seconds, priority)

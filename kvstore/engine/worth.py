@@ -4,7 +4,7 @@ When a lease is asked for: `choose` compares the predicted arrival of what is no
 time that computing it takes, and the run ends where waiting stops to pay (`NOT_WORTH_WAITING`).
 While the lease grows it is asked again every few milliseconds with what is left, because a device
 may have become slow, or a queue long; a lease never waits longer than computing all that it waited
-for would have taken. The client's deadline holds in any case.
+for would have taken, from its turn on (`queued_seconds`). The client's deadline holds in any case.
 
 A path on which a transfer has been under way for far too long is *stalled*: nobody begins to wait
 for it until that transfer has come back. A path that everybody declines is measured all the same,
@@ -61,6 +61,7 @@ class Pending:
         begun: loop time.
         predicted_seconds: until the last block.
         give_up_at: loop time after which the lease waits no more.
+        turn_at: loop time until which waiting costs nothing.
         pace: the rate that was counted on, bytes a second.
         cut: whether it was shortened.
     """
@@ -71,6 +72,7 @@ class Pending:
     predicted_seconds: float
     give_up_at: float
     pace: float = 0.0
+    turn_at: float = 0.0
     cut: bool = False
 
 
@@ -126,6 +128,7 @@ class Worth:
         block_seconds: float,
         deadline_seconds: float,
         priority: int,
+        queued_seconds: float = 0.0,
     ) -> tuple[int, Pending]:
         """Choose how many leading blocks of a run are worth their wait.
 
@@ -135,6 +138,7 @@ class Worth:
             block_seconds: what computing one takes; 0: not known.
             deadline_seconds: how long the client waits at most.
             priority: of the promotions.
+            queued_seconds: for how long waiting costs the client nothing.
         """
         now = asyncio.get_running_loop().time()
         promoter = self.promoter
@@ -145,7 +149,7 @@ class Worth:
             if at_once < len(run):
                 self._counters.counts["waits_declined_stalled"] += 1
             return at_once, Pending(block_seconds, priority, now, 0.0, now)
-        chosen = self._plan(run, here, block_seconds, deadline_seconds, priority)
+        chosen = self._plan(run, here, block_seconds, deadline_seconds, priority, queued_seconds)
         cold = list(here[: chosen.blocks]).count(False)
         counts = self._counters.counts
         if chosen.blocks < len(run):
@@ -155,7 +159,7 @@ class Worth:
             counts["waits_begun"] += 1
         patience = deadline_seconds
         if block_seconds:
-            patience = min(patience, cold * block_seconds)
+            patience = min(patience, queued_seconds + cold * block_seconds)
         return chosen.blocks, Pending(
             block_seconds,
             priority,
@@ -163,6 +167,7 @@ class Worth:
             chosen.wait_seconds,
             now + patience,
             promoter.path.pace(now),
+            now + queued_seconds,
         )
 
     def _plan(
@@ -172,6 +177,7 @@ class Worth:
         block_seconds: float,
         deadline_seconds: float,
         priority: int,
+        queued_seconds: float,
         margin: float | None = None,
     ) -> Plan:
         promoter = self.promoter
@@ -185,6 +191,7 @@ class Worth:
             block_seconds,
             promoter.ahead_bytes(cold, priority),
             deadline_seconds,
+            queued_seconds,
         )
         now = asyncio.get_running_loop().time()
         if margin is None:
@@ -214,9 +221,9 @@ class Worth:
         now = asyncio.get_running_loop().time()
         if now >= pending.give_up_at or self.stalled_seconds():
             return first
-        left = pending.give_up_at - now
-        chosen = self._plan(run, here, pending.block_seconds, left, pending.priority, margin=0.0)
-        return chosen.blocks
+        left, queued = pending.give_up_at - now, max(0.0, pending.turn_at - now)
+        seconds, priority = pending.block_seconds, pending.priority
+        return self._plan(run, here, seconds, left, priority, queued, margin=0.0).blocks
 
     def ended(self, pending: Pending, *, cut: bool) -> None:
         """Take note of how a wait ended, or was shortened the first time."""

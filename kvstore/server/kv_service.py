@@ -178,6 +178,7 @@ class KVStoreService(rpc.KVStoreServicer):
             rate,
             self._parent(space, request.parent),
             request.request_id,
+            min(request.queued_ms, _MAX_WAIT_MS) / 1e3,
         )
         return pb.AcquireResponse(
             blocks=acquired.blocks,

@@ -52,6 +52,7 @@ class FakeDaemon:
         hold: while set, answers to acquire and reserve wait for `let_go`.
         commits: outcomes given so far.
         asked_for: names of the requests that asked for a lease.
+        queued: for how long each said that waiting costs nothing, seconds.
         faults: names of faults to inject: `commit` fails, or a copy finds that half of its slots
             have a new `generation`, and other bytes.
     """
@@ -67,6 +68,7 @@ class FakeDaemon:
         self.faults: set[str] = set()
         self.commits: list[int] = []
         self.asked_for: list[str] = []
+        self.queued: list[float] = []
         self.usage: dict[str, int] = {}
         self.times: list[tuple[str, float]] = []
         self.epoch = 0
@@ -264,6 +266,7 @@ class FakeSpace:
         prefill_tokens_per_second: float = 0.0,
         priority: int = 0,
         request_id: str = "",
+        queued_s: float = 0.0,
     ) -> Future[Any]:
         daemon = self._client.daemon
         try:
@@ -271,6 +274,7 @@ class FakeSpace:
         except StaleEpoch as error:
             return _failed(error)
         daemon.asked_for.append(request_id)
+        daemon.queued.append(queued_s)
         return daemon.answer(lambda: FakeLease(daemon, self, keys, deadline_s))
 
     def reserve(

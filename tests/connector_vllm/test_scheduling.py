@@ -547,6 +547,36 @@ def test_any_mixture_keeps_every_byte_right(seed: int) -> None:
     quiet(daemon)
 
 
+def test_a_request_says_how_long_it_waits_for_others(daemon: FakeDaemon) -> None:
+    """Disk is read meanwhile; whose turn comes earlier asks again."""
+    engine = MiniEngine(daemon)
+    target = prompt(3 * B, 1)
+    engine.run(engine.add(target, 1))
+    for block in daemon.blocks.values():
+        block.on_disk = True
+    engine.scheduler._pace.tokens_per_second = 8.0
+    daemon.asked_for.clear()
+    daemon.queued.clear()
+    first = engine.add(prompt(2 * engine.step_tokens, 2), 1, "first")
+    second = engine.add([*target, 0], 1, "second")
+    assert daemon.queued == [0.0, first.num_tokens / 8.0]
+    engine.step()
+    assert (daemon.asked_for, len(daemon.leases)) == (["first", "second"], 1)
+    # Nobody computes what comes before it any more.
+    engine.abort(first)
+    engine.step()
+    assert daemon.asked_for == ["first", "second", "second"]
+    assert daemon.queued[-1] == 0.0
+    for block in daemon.blocks.values():
+        block.on_disk = False
+    for lease in list(daemon.leases.values()):
+        lease.grow(wait=True)
+    engine.run(second)
+    assert engine.loaded_tokens == 3 * B
+    engine.close()
+    quiet(daemon)
+
+
 def test_background_work_rests_while_a_step_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = MiniEngine(FakeDaemon())
     attachment: Any = engine.ranks[0].worker._client.attachment

@@ -444,12 +444,20 @@ class Player:
         priority: int = 0,
         space: SpaceIndex | None = None,
         rate: float = 0.0,
+        queued: float = 0.0,
     ) -> tuple[int, Acquired]:
         """Return lease id and answer."""
         lease_id = next(self._ids) if lease_id is None else lease_id
         where = space or self.world.space
         answer = self.engine.acquire(
-            self.attachment, where, lease_id, list(keys), deadline, priority, rate
+            self.attachment,
+            where,
+            lease_id,
+            list(keys),
+            deadline,
+            priority,
+            rate,
+            queued_seconds=queued,
         )
         return lease_id, answer
 

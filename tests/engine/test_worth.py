@@ -81,6 +81,36 @@ def test_a_disk_faster_than_computing_is_waited_for(make_world: Make) -> None:
     make(make_world).run(story)
 
 
+def test_who_is_served_later_anyway_waits_for_a_slow_disk(make_world: Make) -> None:
+    """And not once its turn has come: then the run ends with what has arrived."""
+
+    async def story(world: World) -> None:
+        keys = await stored(world, "queued", 8, in_host=3)
+        as_if_measured(world, SLOW)
+        world.disk.closed = True
+        player = world.player()
+        rate = TOKENS / 0.001
+        _, answer = player.acquire(keys, deadline=600, rate=rate)
+        assert not answer.growing
+        patient, answer = player.acquire(keys, deadline=600, rate=rate, queued=3600)
+        assert answer.growing
+        short, answer = player.acquire(keys, deadline=600, rate=rate, queued=5.5)
+        assert answer.growing
+        lease = player.attachment.leases[short]
+        assert lease.pending is not None
+        # As if its turn had come, and nothing had arrived by then.
+        lease.pending.turn_at = lease.pending.predicted_seconds = 0.0
+        done = await player.lease_done(short)
+        assert (done.blocks, done.miss.reason) == (3, MissReason.NOT_WORTH_WAITING)
+        assert player.attachment.leases[patient].growing
+        world.disk.closed = False
+        while world.disk.reads:
+            world.disk.let(0)
+        assert (await player.lease_done(patient)).blocks == 8
+
+    make_world(wrap=Gate).run(story)
+
+
 def test_a_disk_that_becomes_slow_is_given_up_in_the_middle(make_world: Make) -> None:
     """What has arrived by then is used."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -133,6 +134,23 @@ def test_a_queue_ahead_counts() -> None:
     path = path_of(100 * MIB)
     assert plan(want("----", 0.1), path, 9e9).blocks == 4
     assert plan(want("----", 0.1, ahead=100 * MIB), path, 9e9).blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("queued", "blocks", "saved"),
+    [
+        (0.0, 0, 0.0),  # a second a block to load, a tenth of it to compute
+        (2.5, 2, 0.2),  # what arrives before the turn comes costs nothing
+        (20.0, 8, 0.8),
+    ],
+)
+def test_until_its_turn_comes_a_request_waits_for_nothing(
+    queued: float, blocks: int, saved: float
+) -> None:
+    it = dataclasses.replace(want("-" * 8, 0.1), queued_seconds=queued)
+    chosen = plan(it, path_of(MIB), 9e9)
+    assert chosen.blocks == blocks
+    assert chosen.saved_seconds == pytest.approx(saved)
 
 
 def test_without_a_prefill_rate_the_deadline_decides() -> None:

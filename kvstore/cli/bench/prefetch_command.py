@@ -172,16 +172,24 @@ def _sweep(
     settings = ttft_sweep.SweepSettings(
         model.resolve(), scratch, speeds, prompts=prompts, prompt_tokens=prompt_tokens
     )
-    steps = ttft_sweep.sweep(settings, progress(to_stderr=as_json))
+    steps, behind = ttft_sweep.sweep(settings, progress(to_stderr=as_json))
     if plot is not None:
         ttft_sweep.plot(steps, plot)
     rows: list[dict[str, Any]] = [step.as_json() for step in steps]
     if as_json:
         cores = len(os.sched_getaffinity(0))
-        print_json({"cores": cores, "prompt_tokens": prompt_tokens, "steps": rows})
+        print_json(
+            {
+                "cores": cores,
+                "prompt_tokens": prompt_tokens,
+                "steps": rows,
+                "queued": [each.as_json() for each in behind],
+            }
+        )
         return
-    table = make_table("", ["disk"], ("TTFT p50 ratio", "p95 ratio", "A/A p50", "A/A p95"))
-    for row in rows:
+    columns = ("TTFT p50 ratio", "p95 ratio", "A/A p50", "A/A p95", "queued, disk / host")
+    table = make_table("", ["disk"], columns)
+    for row, each in zip(rows, behind, strict=True):
         speed = row["bytes_per_second"]
         table.add_row(
             "unlimited" if speed is None else f"{speed / 1e6:.0f} MB/s",
@@ -189,6 +197,7 @@ def _sweep(
                 f"{row[name]:.3f}"
                 for name in ("p50_ratio", "p95_ratio", "aa_p50_ratio", "aa_p95_ratio")
             ),
+            f"{each.ratio:.3f}",
         )
     console().print(table)
 

@@ -4,7 +4,8 @@ Two real vLLM engines stand side by side, one without kvstore and one with it, a
 prompts in turns: without, with, without again. The third is the second side of an A/A comparison:
 how much two runs of the same thing differ on this machine. Every prompt's blocks are on disk and
 nowhere else before the engine with kvstore gets it. For each speed the daemon is started anew with
-its disk throttled to it, so that what it has learned about its disk is learned anew as well.
+its disk throttled to it, so that what it has learned about its disk is learned anew as well. Then
+the same prompts are asked for behind others (`queued`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from kvstore.cli.bench import queued
 from kvstore.cli.child import ChildDaemon, ChildError
 from kvstore.cli.connect import connect
 from kvstore.cli.demo.engine_child import EngineChild, Narrate
@@ -31,6 +33,7 @@ _POLL_S: Final = 0.02
 _SETTLE_S: Final = 0.5
 _OUTPUT_TOKENS: Final = 2
 _WARM_UP_TEXT: Final = 5000
+_AHEAD_TEXT: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +109,15 @@ class _Sweep:
         self._settings = settings
         self._say = say
         self._daemons = 0
+        self._ahead = 0
 
     @contextlib.contextmanager
-    def daemon(self, speed: int | None) -> Iterator[tuple[ChildDaemon, Client]]:
-        """Run a daemon whose disk is that fast."""
+    def daemon(self, speed: int | None, *more: str) -> Iterator[tuple[ChildDaemon, Client]]:
+        """Run a daemon whose disk is that fast, with some more options."""
         self._daemons += 1
         directory = self._settings.directory
         options = ["--disk", str(directory / "disk"), "--disk-capacity", "4GiB"]
-        options += ["--host-pool", "1GiB", "--discard-host"]
+        options += ["--host-pool", "1GiB", "--discard-host", *more]
         if speed is not None:
             options += ["--disk-throttle", str(speed)]
         with (
@@ -129,9 +133,11 @@ class _Sweep:
             model=settings.model,
             directory=settings.directory,
             target=target,
-            max_model_len=settings.prompt_tokens + _OUTPUT_TOKENS + 1,
+            max_model_len=queued.AHEAD_FACTOR * settings.prompt_tokens + _OUTPUT_TOKENS + 1,
             block_tokens=settings.block_tokens,
             say=self._say,
+            # A longer prompt fills several steps, and others wait meanwhile.
+            step_tokens=settings.prompt_tokens,
         )
 
     def store(self, client: Client, engine: EngineChild, prompts: Sequence[list[int]]) -> None:
@@ -179,6 +185,25 @@ class _Sweep:
                     step.again.append(plain.generate(prompt, _OUTPUT_TOKENS).ttft_s)
         return step
 
+    def queued(
+        self, speed: int | None, engine: EngineChild, prompts: Sequence[list[int]]
+    ) -> queued.Queued:
+        """Ask for each prompt behind another one, from disk and from memory."""
+        tokens = queued.AHEAD_FACTOR * self._settings.prompt_tokens
+
+        def ahead() -> list[int]:
+            self._ahead += 1
+            return engine.encode(_AHEAD_TEXT + self._ahead, tokens)
+
+        # What is asked for once need not fill the throttled disk.
+        with self.daemon(speed, "--write-policy", "reused") as (_, client):
+            spec = _spec(client)
+            self._until_attached(client)
+            # The engine's first request to a daemon finds no slots reserved.
+            engine.generate(ahead(), 1)
+            space = client.open_space(spec)
+            return queued.measure(speed, engine, client, space, prompts, ahead)
+
     @staticmethod
     def _until_attached(client: Client) -> None:
         """Wait until the engine has found this daemon: a client besides this one."""
@@ -194,8 +219,8 @@ def _spec(client: Client) -> SpaceSpec:
     return SpaceSpec(**plain(space.spec))
 
 
-def sweep(settings: SweepSettings, say: Narrate) -> list[Step]:
-    """Run all speeds.
+def sweep(settings: SweepSettings, say: Narrate) -> tuple[list[Step], list[queued.Queued]]:
+    """Run all speeds: requests alone, and requests behind others.
 
     Raises:
         KVStoreError: a process failed or took too long.
@@ -214,7 +239,7 @@ def sweep(settings: SweepSettings, say: Narrate) -> list[Step]:
             warm_up = [with_kvstore.encode(_WARM_UP_TEXT + n, tokens) for n in range(2)]
             say(f"storing {len(prompts)} prompts of {tokens} tokens")
             run.store(client, with_kvstore, [*prompts, *warm_up])
-        steps = []
+        steps, behind = [], []
         for speed in settings.speeds:
             name = "unlimited" if speed is None else f"{speed / 1e6:.0f} MB/s"
             step = run.step(speed, plain, with_kvstore, prompts, warm_up)
@@ -224,7 +249,13 @@ def sweep(settings: SweepSettings, say: Narrate) -> list[Step]:
                 f"{median(step.kvstore):.2f} s with kvstore, "
                 f"{median(step.reused_tokens):.0f} tokens loaded"
             )
-    return steps
+            behind.append(run.queued(speed, with_kvstore, prompts))
+            say(
+                f"disk {name}, behind others: {median(behind[-1].disk):.2f} s from disk, "
+                f"{median(behind[-1].host):.2f} s from memory, "
+                f"{median(behind[-1].disk_tokens):.0f} tokens loaded"
+            )
+    return steps, behind
 
 
 def plot(steps: Sequence[Step], path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -61,6 +61,7 @@ class EngineChild:
         max_model_len: int,
         block_tokens: int,
         say: Narrate,
+        step_tokens: int | None = None,
     ) -> None:
         """Start it and wait until it takes prompts.
 
@@ -72,6 +73,7 @@ class EngineChild:
             max_model_len: most tokens of a request.
             block_tokens: the engine's block size.
             say: takes lines about what is going on.
+            step_tokens: most tokens that it computes in a step; None: vLLM's default.
 
         Raises:
             ChildError: it does not come up.
@@ -100,6 +102,7 @@ class EngineChild:
                     "target": target,
                     "max_model_len": max_model_len,
                     "block_size": block_tokens,
+                    "step_tokens": step_tokens,
                 },
                 _START_TIMEOUT_S,
             )
@@ -118,7 +121,9 @@ class EngineChild:
         prompt: list[int] = self._child.ask(request, _REQUEST_TIMEOUT_S)["prompt"]
         return prompt
 
-    def generate(self, prompt: list[int], max_tokens: int) -> Answer:
-        """Run one request alone."""
-        request = {"prompt": prompt, "max_tokens": max_tokens}
+    def generate(
+        self, prompt: list[int], max_tokens: int, ahead: Sequence[list[int]] = ()
+    ) -> Answer:
+        """Run one request alone, or right behind others: `ahead`."""
+        request = {"prompt": prompt, "max_tokens": max_tokens, "ahead": list(ahead)}
         return Answer(**self._child.ask(request, _REQUEST_TIMEOUT_S))

@@ -9,6 +9,8 @@ Requests:
     {"prompt": [int, …], "max_tokens": int}      → {"ttft_s", "tokens", "cached_tokens",
                                                      "page_faults"}
 
+A request may name `"ahead"`, prompts that are handed to the engine just before it.
+
 The time to the first token runs from handing the prompt to the engine to the step that returns
 the first token, in the engine's own process: no HTTP, no tokenizer.
 """
@@ -20,7 +22,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 __all__ = ["main"]
@@ -58,6 +60,7 @@ class _Engine:
             enforce_eager=True,
             max_model_len=settings["max_model_len"],
             max_num_seqs=4,
+            max_num_batched_tokens=settings.get("step_tokens"),
             block_size=settings["block_size"],
             enable_prefix_caching=False,  # "warm" must mean kvstore
             prefix_caching_hash_algo="sha256_cbor",
@@ -72,17 +75,24 @@ class _Engine:
             raise ValueError(f"the text has {len(prompt)} tokens, {tokens} are needed")
         return {"prompt": list(prompt[:tokens])}
 
-    def generate(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-        """Run one request alone, greedily."""
+    def generate(
+        self, prompt: list[int], max_tokens: int, ahead: Sequence[list[int]] = ()
+    ) -> dict[str, Any]:
+        """Run one request, alone or behind others, greedily."""
         engine = self._llm.llm_engine
         self._count += 1
+        name = f"demo-{self._count}"
         parameters = self._sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         faults = _page_faults()
         begin = time.perf_counter()
-        engine.add_request(f"demo-{self._count}", {"prompt_token_ids": prompt}, parameters)
+        for i, other in enumerate(ahead):
+            engine.add_request(f"{name}-ahead-{i}", {"prompt_token_ids": other}, parameters)
+        engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
         ttft_s, last = None, None
         while engine.has_unfinished_requests():
             for output in engine.step():
+                if not output.request_id.startswith(name) or "-ahead-" in output.request_id:
+                    continue
                 if ttft_s is None and output.outputs and output.outputs[0].token_ids:
                     ttft_s = time.perf_counter() - begin
                     faults = _page_faults() - faults

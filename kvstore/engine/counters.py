@@ -58,7 +58,10 @@ _USAGE = tuple(field.name for field in fields(UsageCounts))
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Percentiles of the last 4,096 samples, seconds; `count`, `total`, `longest` are of all."""
+    """Percentiles of the last 4,096 samples, seconds; `count`, `total`, `longest` are of all.
+
+    What clients report are percentiles of all samples, as exact as buckets are.
+    """
 
     name: str
     count: int
@@ -146,7 +149,7 @@ class Counters:
         ]
 
     def timings(self) -> list[Timing]:
-        """Return percentiles by name."""
+        """Return percentiles by name; what clients report last, as `client_OPERATION`."""
         result = []
         for name, samples in sorted(self._samples.items()):
             ordered = sorted(samples.copy())
@@ -154,4 +157,9 @@ class Counters:
             at = [ordered[round(last * q)] for q in (0.5, 0.95, 0.99)]
             count, total = self._counts[name], self._seconds[name]
             result.append(Timing(name, count, total, at[0], at[1], at[2], self._longest[name]))
+        for operation, times in self.client_times.items():
+            if count := times.count:
+                at = [times.quantile(q) for q in (0.5, 0.95, 0.99)]
+                name = f"client_{operation}"
+                result.append(Timing(name, count, times.total, at[0], at[1], at[2], times.longest))
         return result

@@ -118,3 +118,8 @@ def test_metrics_show_the_times_of_all_clients(
 
     asyncio.run(use())
     until(lambda: counts()["load"] == 5)
+    with kvstore.Client(daemon.address) as client:
+        timings = {timing.name: timing for timing in client.stats().timings}
+    load = timings["client_load"]
+    assert (load.count, load.max_seconds) == (5, 2.0)
+    assert 0 < load.p50_seconds <= load.p99_seconds == 2.0

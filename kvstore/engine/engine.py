@@ -123,7 +123,9 @@ class Engine(Assembly):
         """Lease a leading run; see `Leases.acquire`."""
         if attachment.state is State.SILENT:
             self.attachments.heard(attachment)
-        if self.recorder is not None and lease_id not in attachment.leases:
+        # Asked for again, because the answer was lost: it is the same use.
+        first = lease_id not in attachment.leases
+        if self.recorder is not None and first:
             self.recorder.load(space, keys, parent)
         answer = self.leases.acquire(
             attachment,
@@ -138,7 +140,7 @@ class Engine(Assembly):
             queued_seconds,
         )
         lease = attachment.leases.get(lease_id)
-        if lease is not None:
+        if lease is not None and first:
             self._used_again(space, lease.run, keys)
         return answer
 

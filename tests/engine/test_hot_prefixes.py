@@ -36,6 +36,12 @@ def test_what_at_least_half_of_the_requests_share(make_world: Make) -> None:
         assert (first.requests, first.hit_blocks, first.shared_blocks) == (6, 6 * 8, 5)
         assert first.tiers == {TierName.GPU: 0, TierName.HOST: 5, TierName.DISK: 5}
         assert (second.root, second.key, second.requests) == (other[0], other[3], 2)
+        # The same lease, asked for again because the answer was lost, is the same request.
+        player = world.player()
+        for _ in range(3):
+            lease, _ = player.acquire(other, lease_id=4711)
+        player.release(lease)
+        assert world.engine.hot_prefixes.hottest(10)[1].requests == 3
         # One that parts from all others early does not make the common part shorter.
         odd = [*system[:2], *chain("odd", 1)]
         await world.player().put(odd)

@@ -131,6 +131,12 @@ def test_keys_in_a_terminal(terminal: Terminal) -> None:
     terminal.until("PAUSED")
     terminal.press("s")
     terminal.until("sort: hit rate")
+    # In 24 lines there is room for one of the two lists.
+    terminal.press("v")
+    terminal.until("PREFIXES, SHARED")
+    terminal.until("sort: hot")
+    terminal.press("p")
+    terminal.until("pause")
     terminal.press("q")
     # Back from the other screen.
     terminal.until("\x1b[?1049l")

@@ -87,6 +87,7 @@ def test_every_line_of_a_run_with_a_refused_call(start: Callable[..., Daemon]) -
         space = client.open_space(
             kvstore.SpaceSpec(model="m", dtype="f", block_tokens=16, shard_bytes=(4096,))
         )
+        assert client.attachment.wait_active(60)
         assert space.put(kvstore.chain_keys(list(range(32)), 16), np.zeros((2, 4096), "u1")) == 2
         with grpc.insecure_channel(daemon.address.replace("unix://", "unix:")) as channel:
             stub: Any = rpc.KVStoreStub(channel)  # type: ignore[no-untyped-call]

@@ -43,7 +43,8 @@ def test_a_get_is_followed_to_the_disk_and_into_the_log(
     blocks = np.arange(4 * 4096, dtype=np.uint64).astype(np.uint8).reshape(4, 4096)
     with kvstore.Client(daemon.address) as client:
         space = client.open_space(SPEC)
-        assert space.put(KEYS, blocks) == 4
+        assert client.attachment.wait_active(60)
+        assert space.put(KEYS, blocks, timeout_s=60) == 4
         assert client.flush().done
         assert space.evict(tier="host").copies == 4
         with tracing.span("program") as program:

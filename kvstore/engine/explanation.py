@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.index import Pressure
 from kvstore.miss import Miss, MissReason
-from kvstore.units import format_duration
+from kvstore.units import format_duration, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,28 +48,20 @@ class Explanation:
     others: Sequence[OtherSpace]
 
 
-def seconds_words(seconds: float) -> str:
-    """Return a duration with three digits."""
-    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s")):
-        if seconds < limit:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds / 60:,.0f} min"
-
-
 def _when(unix_seconds: float) -> str:
     if unix_seconds <= 0:
         return ""
-    ago = seconds_words(max(0.0, time.time() - unix_seconds))
+    ago = format_seconds(max(0.0, time.time() - unix_seconds))
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(unix_seconds))
     return f" at {stamp} ({ago} ago)"
 
 
 def forecast_words(forecast: Forecast) -> str:
     """Say what was predicted."""
-    load = f"loading {forecast.blocks:,} blocks from disk: {seconds_words(forecast.load_seconds)}"
+    load = f"loading {forecast.blocks:,} blocks from disk: {format_seconds(forecast.load_seconds)}"
     if not forecast.compute_seconds:
         return load
-    return f"{load}, computing them: {seconds_words(forecast.compute_seconds)}"
+    return f"{load}, computing them: {format_seconds(forecast.compute_seconds)}"
 
 
 def miss_words(
@@ -111,7 +103,7 @@ def miss_words(
         case MissReason.DEADLINE if deadline_seconds <= 0:
             return f"deadline: it was in {tier}, not ready to be read, and the client did not wait"
         case MissReason.DEADLINE:
-            waited = seconds_words(deadline_seconds)
+            waited = format_seconds(deadline_seconds)
             return f"deadline: it was in {tier} and not ready within the client's {waited}"
         case MissReason.NOT_WORTH_WAITING:
             said = f" (predicted: {forecast_words(forecast)})" if forecast else ""

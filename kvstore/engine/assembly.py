@@ -436,8 +436,8 @@ class Assembly:
             await self.gpu_reader.close()
         if self.promoter is not None:
             await self.promoter.stop()
+        await self._housekeeper.save_touches()
         if self.flusher is not None:
-            await self._housekeeper.save_touches()
             await self.flusher.stop()
         await self.verifier.stop()
         await self.quarantine.stop()

@@ -84,11 +84,11 @@ class Housekeeper:
 
     async def save_touches(self) -> None:
         """Save the LRU order of what is on disk, then when that was."""
-        if self.flusher is None:
-            return
-        for space in list(self._index.spaces.values()):
-            blocks = list(space.blocks.values())
-            for at in range(0, len(blocks), _CHUNK):
-                await self.flusher.records.save_touches(blocks[at : at + _CHUNK])
-                await asyncio.sleep(0)
+        if self.flusher is not None:
+            for space in list(self._index.spaces.values()):
+                blocks = list(space.blocks.values())
+                for at in range(0, len(blocks), _CHUNK):
+                    await self.flusher.records.save_touches(blocks[at : at + _CHUNK])
+                    await asyncio.sleep(0)
+        # Also without a disk: host memory may be there for the next start.
         await self._limits.save_times()

@@ -168,6 +168,31 @@ def test_the_time_of_a_use_survives_restarts_and_steps_of_the_wall_clock(
     world.run(at_last)
 
 
+@pytest.mark.parametrize("disk_blocks", [0, 64])
+def test_uses_of_blocks_in_kept_memory_are_known_to_the_next_start(
+    make_world: Make, machine: Machine, disk_blocks: int
+) -> None:
+    keys = chain("kept", 3)
+
+    async def fill(world: World) -> None:
+        await _live_for(world, 10 * HOUR)
+        await world.player().put(keys)
+        world.engine.limits.times.mark(apart=0.0)
+        await world.settle()
+        machine.passes(4 * HOUR)
+        await world.save()
+
+    async def next_boot(world: World) -> None:
+        assert world.tiers(keys) in ("hhh", "bbb")
+        machine.passes(5.9 * HOUR)
+        await world.player().put(chain("other", 1))
+        assert len(world.space.run(keys)) == 3
+        machine.passes(0.2 * HOUR)
+        await until(lambda: not world.space.run(keys))
+
+    make_world(clock=machine.clock, disk_blocks=disk_blocks).run(fill, next_boot)
+
+
 def test_blocks_without_a_mark_count_as_used_at_the_start(
     make_world: Make, machine: Machine
 ) -> None:

@@ -102,7 +102,7 @@ def test_pins_of_owners_over_the_wire(client: kvstore.Client, daemon: ChildDaemo
     assert _put(two, 2, 3) == 3
     now = time.time()
     assert one.pin(_chain(1, 4), 3600.0, "agent-7") == 4
-    assert two.pin(_chain(2, 3), 60.0, "agent-7") == 3
+    assert two.pin(_chain(2, 3), 1800.0, "agent-7") == 3
     assert two.pin(_chain(2, 1)) == 1
     groups = {(g.space_id, g.owner): g for g in client.pins()}
     assert set(groups) == {

@@ -267,7 +267,7 @@ def test_quotas_under_the_other_write_policies(make_world: Make, policy: str) ->
         player = world.player()
         await _limit(world, host=4, disk=6)
         for n in range(8):
-            assert await player.put(chain(f"c{n}", 2), deadline=30.0) == 2
+            assert await player.put(chain(f"c{n}", 2), deadline=60.0) == 2
             lease, _ = player.acquire(chain(f"c{n}", 2))
             player.release(lease)
         await world.settle()

@@ -157,7 +157,7 @@ class SchedulerSide:
                 keys,
                 deadline_s=queued + self.settings.disk_wait_seconds,
                 queued_s=queued,
-                prefill_tokens_per_second=self._pace.tokens_per_second,
+                prefill_tokens_per_second=self._pace.rate(on_gpu=bool(self._roster.devices)),
                 request_id=track.request.request_id[:_REQUEST_ID_CHARS],
             )
         self.stats.lookup(track.asked)

@@ -74,10 +74,12 @@ def part_vllm(run: Run) -> None:
     model = run.scratch / "llama"
     write_config(model, {**LLAMA_8B, **arguments.shape})
     wanted = set(arguments.mode or _MEMORY + _FILES)
-    first = [mode_of(run, name) for name in _MEMORY[:4] if name in wanted]
-    second = [mode_of(run, name) for name in (*_MEMORY[4:], *_FILES) if name in wanted]
-    with hosts(run, [mode for mode in first if mode.name == "ours"]) as kept:
-        others = [mode for mode in first if mode.name != "ours"]
+    apart = 4 if arguments.apart else len(_MEMORY + _FILES)
+    first = [mode_of(run, name) for name in (_MEMORY + _FILES)[:apart] if name in wanted]
+    second = [mode_of(run, name) for name in (_MEMORY + _FILES)[apart:] if name in wanted]
+    survivors = ("ours", *_FILES)
+    with hosts(run, [mode for mode in first if mode.name in survivors]) as kept:
+        others = [mode for mode in first if mode.name not in survivors]
         with hosts(run, others) as started, Fleet(run, model, _big(run)) as fleet:
             fleet.start([*started, *kept])
             _await(run)
@@ -93,6 +95,7 @@ def part_vllm(run: Run) -> None:
                 for host in kept:
                     _flush(host)
             fleet.stop()
+            _written(run, [host for host in kept if host.mode.name in _FILES])
         if arguments.waves < 2:
             return
         with hosts(run, second) as left:
@@ -248,6 +251,11 @@ def _store(run: Run, fleet: Fleet, started: Sequence[Host]) -> None:
         fleet.each(cold, names)
         if names:
             time.sleep(4 * _SETTLE_S)  # they write behind, and cannot be asked when they are done
+    _written(run, started)
+
+
+def _written(run: Run, started: Sequence[Host]) -> None:
+    """Note what peers have written, and see that it will be read from the disk."""
     for host in started:
         files = [path for path in host.mode.files.rglob("*") if path.is_file()]
         size = sum(path.stat().st_size for path in files)
@@ -318,6 +326,12 @@ def main() -> int:
     parser.add_argument("--mode", action="append", help="only these engines")
     parser.add_argument("--after", type=Path, help="measure nothing before this file is there")
     parser.add_argument("--waves", type=int, default=3, help="of vllm: 1 leaves out the others")
+    parser.add_argument(
+        "--all-at-once",
+        dest="apart",
+        action="store_false",
+        help="all engines side by side; four fit into 139 GiB",
+    )
     parser.add_argument("--no-restart", action="store_true")
     parser.add_argument("--capacity", default="14GiB", help="of our disk tier")
     parser.add_argument("--prompt", type=int, default=1544, help="tokens of correct's prompts")
@@ -328,6 +342,7 @@ def main() -> int:
     parser.add_argument("--storm", type=int, default=200, help="requests of the storm")
     parser.add_argument("--storms", action="append", help="only these of storm's")
     parser.add_argument("--pool-gib", type=float, default=24)
+    parser.add_argument("--peer-pool-gib", type=float, help="default: as ours")
     parser.add_argument("--gpu-pool-gib", type=float, default=12)
     parser.add_argument("--kv-gb", type=float, default=11)
     parser.add_argument("--no-invariant", action="store_true", help="vLLM's ordinary kernels")

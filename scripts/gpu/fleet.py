@@ -188,7 +188,10 @@ def hosts(run: Run, modes: Sequence[Mode]) -> Iterator[list[Host]]:
         started = []
         for mode in modes:
             try:
-                host = Host(mode, run.scratch, int(run.arguments.pool_gib * _GIB))
+                gib = run.arguments.pool_gib
+                if mode.connector != "ours" and run.arguments.peer_pool_gib is not None:
+                    gib = run.arguments.peer_pool_gib
+                host = Host(mode, run.scratch, int(gib * _GIB))
             except ChildError as error:
                 run.put("failed", mode.name, str(error))
                 continue

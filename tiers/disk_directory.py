@@ -114,9 +114,13 @@ class DiskDirectory:
             if match is None:
                 continue
             if match[2]:
-                if entry.is_file() and not entry.is_symlink():
+                if entry.is_file() or entry.is_symlink():
+                    # Of a link only the link goes: what it points to is not ours.
                     _log.info("removing %s: its creation was cut short", entry)
                     entry.unlink()
+                else:
+                    _log.warning("leaving %s alone: it is no file", entry)
+                    self.next_id = max(self.next_id, int(match[1]) + 1)
                 continue
             self.next_id = max(self.next_id, int(match[1]) + 1)
             try:

@@ -438,3 +438,19 @@ def test_a_killed_daemon_leaves_everything_it_acknowledged(
 
     asyncio.run(run())
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_what_stands_where_a_segment_is_to_be_made_does_not_stop_it(tmp_path: Path) -> None:
+    """A dangling link by the name of an unfinished segment, and a directory by another."""
+    asyncio.run(filled(tmp_path, 0))
+    treasure = tmp_path.parent / "treasure"
+    treasure.write_text("not ours")
+    (tmp_path / "seg-000000.kvs.tmp").symlink_to("/nowhere/at/all")
+    (tmp_path / "seg-000001.kvs.tmp").symlink_to(treasure)
+    (tmp_path / "seg-000002.kvs.tmp").mkdir()
+    stored = asyncio.run(filled(tmp_path, 4))
+    assert len(stored) == 4
+    assert treasure.read_text() == "not ours"
+    assert (tmp_path / "seg-000002.kvs.tmp").is_dir()
+    assert not list(tmp_path.glob("seg-00000[01].kvs.tmp"))
+    treasure.unlink()

@@ -41,7 +41,8 @@ class Want:
         ready: per block, whether it can be read now.
         block_bytes: bytes of a block.
         block_seconds: what computing one takes; 0: not known.
-        ahead_bytes: what goes first on the path, in flight not counted.
+        ahead_bytes: what goes first on the path, in flight not counted; negative when some of the
+            run's own blocks are in flight.
         deadline_seconds: how long the client waits at most.
         queued_seconds: for how long waiting costs nothing.
     """

@@ -229,20 +229,41 @@ class Promoter:
                 job.left += shape.block_bytes
                 if move.state is _State.QUEUED:
                     job.items.append(move)
+                elif move.state is _State.MOVING:
+                    job.moving += shape.block_bytes
         if job is not None and job.items:
             self._queue.add(job)
         self._work.set()
 
-    def ahead_bytes(self, blocks: Iterable[Block], priority: int) -> int:
-        """Return how many bytes would be read before these blocks; those in flight not counted."""
-        own = size = shared = 0
+    def ahead_bytes(
+        self, blocks: Iterable[Block], priority: int, waiter: Waiter | None = None
+    ) -> int:
+        """Return how many bytes would be read before these blocks; those in flight not counted.
+
+        Args:
+            blocks: of one shape.
+            priority: at which they are, or would be, asked for.
+            waiter: who waits for them already: nobody waits for himself.
+
+        Returns:
+            less than nothing when some of the blocks are themselves in flight.
+        """
+        own = size = shared = moving = 0
+        job: _WaiterJob | None = None
         for block in blocks:
+            if waiter is not None and job is None:
+                job = self._jobs.get((waiter, block.space.shape, priority))
             size = block.space.shape.block_bytes
             own += size
-            if block in self._moves:
+            move = self._moves.get(block)
+            if move is None:
+                continue
+            if move.state is _State.MOVING:
+                moving += size
+            else:
                 shared += size
-        queued = self._bytes - self.path.in_flight
-        return max(0, min(queued - shared, self._queue.before(priority, own)))
+        queued = self._bytes - self.path.in_flight - shared
+        return max(0, min(queued, self._queue.before(priority, own, job))) - moving
 
     def cancel(self, blocks: Iterable[Block], waiter: Waiter) -> None:
         """Take a waiter away; moves that have begun run to their end."""
@@ -262,8 +283,11 @@ class Promoter:
 
     def _settle(self, job: _WaiterJob, move: _Move) -> None:
         """Count a move as over for a job, whatever it came to."""
+        size = move.block.space.shape.block_bytes
         job.moves -= 1
-        job.left -= move.block.space.shape.block_bytes
+        job.left -= size
+        if move.state is _State.MOVING:
+            job.moving -= size
         if job.moves:
             self._queue.changed(job)
         else:
@@ -276,11 +300,11 @@ class Promoter:
         """Forget a move; return who waits for it."""
         del self._moves[move.block]
         self._bytes -= move.block.space.shape.block_bytes
-        move.state = _State.ENDED
         self._index.release_disk(move.block)
         jobs, move.jobs = move.jobs, {}
         for job in jobs:
             self._settle(job, move)
+        move.state = _State.ENDED
         return list(dict.fromkeys(job.waiter for job in jobs))
 
     async def _serve(self) -> None:
@@ -416,6 +440,8 @@ class Promoter:
         for move, slot in zip(moves, slots, strict=True):
             move.state = _State.MOVING
             block = move.block
+            for job in move.jobs:
+                job.moving += block.space.shape.block_bytes
             block.space.host_arriving += 1
             assert block.disk is not None
             transfers.append(

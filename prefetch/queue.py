@@ -39,6 +39,7 @@ class Job(Generic[Item]):
         items: what is still to be begun, in order. Whoever takes one out looks whether it still
             is: the queue does not follow what happens to them.
         left: bytes that have not arrived.
+        moving: of these, bytes that are on their way.
         order: of arrival.
         batches: how often it was picked.
         in_passing: whether it was picked last by age, before jobs that have fewer bytes left.
@@ -56,6 +57,7 @@ class Job(Generic[Item]):
         "kind",
         "left",
         "listed",
+        "moving",
         "order",
         "priority",
         "queued",
@@ -68,6 +70,7 @@ class Job(Generic[Item]):
         self.deadline = deadline
         self.items: deque[Item] = deque()
         self.left = 0
+        self.moving = 0
         self.order = -1
         self.batches = 0
         self.in_passing = False
@@ -186,12 +189,19 @@ class JobQueue(Generic[Item]):
         chosen.batches += 1
         return chosen
 
-    def before(self, priority: int, left: int) -> int:
-        """Return how many bytes jobs have left that would go before a new one."""
+    def before(self, priority: int, left: int, but: Job[Item] | None = None) -> int:
+        """Return how many bytes would begin to move before those of a job.
+
+        Args:
+            priority: of the job.
+            left: bytes that it has left.
+            but: the job itself, if it is in the queue.
+        """
         return sum(
-            job.left
+            job.left - job.moving
             for job in self.jobs()
-            if job.priority > priority or (job.priority == priority and job.left <= left)
+            if job is not but
+            and (job.priority > priority or (job.priority == priority and job.left <= left))
         )
 
     def jobs(self) -> Iterator[Job[Item]]:

@@ -403,7 +403,7 @@ class Leases:
         worth = len(lease.run)
         if not self._worth.as_predicted(lease.pending):
             here = [at in lease.held for at in range(len(lease.run))]
-            worth = self._worth.still(lease.pending, lease.run, here)
+            worth = self._worth.still(lease.pending, lease.run, here, lease)
         if worth < len(lease.run):
             self._worth.ended(lease.pending, cut=True)
             at, seconds = max(worth, lease.count), lease.pending.block_seconds

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from kvstore.engine.counters import Counters
     from kvstore.index import Block
-    from kvstore.prefetch.promoter import Promoter
+    from kvstore.prefetch.promoter import Promoter, Waiter
 
 __all__ = ["REVIEW_SECONDS", "Pending", "Worth"]
 
@@ -179,6 +179,7 @@ class Worth:
         priority: int,
         queued_seconds: float,
         margin: float | None = None,
+        waiter: Waiter | None = None,
     ) -> Plan:
         promoter = self.promoter
         assert promoter is not None
@@ -189,7 +190,7 @@ class Worth:
             ready,
             cold[0].space.shape.block_bytes,
             block_seconds,
-            promoter.ahead_bytes(cold, priority),
+            promoter.ahead_bytes(cold, priority, waiter),
             deadline_seconds,
             queued_seconds,
         )
@@ -207,13 +208,20 @@ class Worth:
         slow = self.promoter.path.pace(now) < pending.pace / _LATE_FACTOR
         return not (late or slow or now >= pending.give_up_at or self.stalled_seconds())
 
-    def still(self, pending: Pending, run: Sequence[Block], here: Sequence[bool]) -> int:
+    def still(
+        self,
+        pending: Pending,
+        run: Sequence[Block],
+        here: Sequence[bool],
+        waiter: Waiter | None = None,
+    ) -> int:
         """Return how many leading blocks of a run that is waited for are still worth it.
 
         Args:
             pending: from `choose`.
             run: the whole run.
             here: per block, whether it has arrived.
+            waiter: who waits.
         """
         first = next((i for i, arrived in enumerate(here) if not arrived), len(run))
         if not pending.block_seconds or self.promoter is None or first == len(run):
@@ -222,8 +230,17 @@ class Worth:
         if now >= pending.give_up_at or self.stalled_seconds():
             return first
         left, queued = pending.give_up_at - now, max(0.0, pending.turn_at - now)
-        seconds, priority = pending.block_seconds, pending.priority
-        return self._plan(run, here, seconds, left, priority, queued, margin=0.0).blocks
+        chosen = self._plan(
+            run,
+            here,
+            pending.block_seconds,
+            left,
+            pending.priority,
+            queued,
+            margin=0.0,
+            waiter=waiter,
+        )
+        return chosen.blocks
 
     def ended(self, pending: Pending, *, cut: bool) -> None:
         """Take note of how a wait ended, or was shortened the first time."""

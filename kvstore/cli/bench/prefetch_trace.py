@@ -41,7 +41,7 @@ _PREFILL_TOKENS_PER_S: Final = 10_000.0
 # Seconds to read a block, over seconds to compute it.
 _LOADS: Final = (0.4, 0.8)
 _HOST_BYTES: Final = 64 * MIB
-_DEADLINE_S: Final = 2.0
+_DEADLINE_S: Final = 60.0
 _MOST_REGRET_PERCENT: Final = 5.0
 # The daemon has so much of a long job under way, which a shorter one waits for.
 _WINDOW_S: Final = 0.009

@@ -66,7 +66,7 @@ def test_a_small_trace_is_replayed(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     lines = [
         {"timestamp": 250 * at, "input_length": 512 * 6, "hash_ids": [0, *range(k, k + 5)]}
-        for at, k in enumerate([10, 20, 10, 20])
+        for at, k in enumerate([10, 20, 30, 10, 20, 10])
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = bench("--trace", str(trace), "--dir", str(tmp_path), "--json")

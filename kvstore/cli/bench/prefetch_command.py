@@ -69,13 +69,16 @@ def prefetch(
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="Replays the requests of a trace (as for `kvstore replay`), five times as fast as "
+            help="Replays the requests of a trace (as for `kvstore replay`), twice as fast as "
             "they came, instead of the rest: what waiting saved, and what a better choice would.",
         ),
     ] = None,
     requests: Annotated[
-        int, typer.Option(min=2, metavar="N", help="With --trace: only the first N requests.")
-    ] = 1500,
+        int,
+        typer.Option(
+            min=2, metavar="N", help="With --trace: its first N requests, half as history."
+        ),
+    ] = 2000,
     model: Annotated[
         Path | None,
         typer.Option(

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvstore import tracing
 from kvstore.connectors.vllm.guard import log_once
 from kvstore.connectors.vllm.metadata import Store
 from kvstore.connectors.vllm.store import Client
@@ -45,20 +46,29 @@ class Committer:
         self._shard = shard
         self._done = done
         self._spaces: dict[bytes, Any] = {}
-        self._copied: queue.SimpleQueue[tuple[Store, bool] | None] = queue.SimpleQueue()
+        self._copied: queue.SimpleQueue[tuple[Store, bool, tracing.Span] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._run, name="kvstore-commit", daemon=True)
         self._thread.start()
 
-    def submit(self, store: Store, copied: bool) -> None:
-        """Commit a store's slots, or give them back when the copy failed. Returns at once."""
-        self._copied.put((store, copied))
+    def submit(self, store: Store, copied: bool, span: tracing.Span = tracing.OFF) -> None:
+        """Commit a store's slots, or give them back when the copy failed. Returns at once.
+
+        Args:
+            store: what was to be copied.
+            copied: whether it was.
+            span: that the commit belongs to.
+        """
+        self._copied.put((store, copied, span))
 
     def _run(self) -> None:
         while (item := self._copied.get()) is not None:
-            store, copied = item
+            store, copied, span = item
             outcomes = b""
             try:
-                outcomes = self._commit(store) if copied else b""
+                with tracing.using(span):
+                    outcomes = self._commit(store) if copied else b""
             except (KVStoreError, TimeoutError) as error:
                 log_once(logging.WARNING, "a commit failed: %s %s", type(error).__name__, error)
             except Exception as error:  # noqa: BLE001 - the thread's boundary: fail this store

@@ -68,6 +68,7 @@ class Store:
         blocks: engine blocks, shape (n, engine blocks per stored block).
         keys: packed.
         parents: packed; all-zero where a chain starts.
+        traceparents: of the requests that are traced.
     """
 
     job_id: int
@@ -80,6 +81,7 @@ class Store:
     blocks: NDArray[np.int32]
     keys: bytes
     parents: bytes
+    traceparents: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

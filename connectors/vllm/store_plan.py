@@ -63,6 +63,8 @@ class _Draft:
     keys: list[bytes] = field(default_factory=list)
     parents: list[bytes] = field(default_factory=list)
     blocks: list[list[int]] = field(default_factory=list)
+    # Of the requests that are traced; a dictionary for its order.
+    traceparents: dict[str, None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -77,6 +79,7 @@ class _Late:
     at: int
     full: int
     began: float
+    traceparent: str
 
 
 class StorePlan:
@@ -190,12 +193,15 @@ class StorePlan:
                 continue
             draft = self._open_draft(drafts, view, writers, patience_seconds)
             keys = track.keys(per_block)
-            track.stored = self._draft(draft, request_id, keys, table, track.stored, full)
+            track.stored = self._draft(
+                draft, request_id, keys, table, track.stored, full, track.traceparent
+            )
         for late in self._late:
             if late.view.run == late.run:
                 draft = self._open_draft(drafts, late.view, writers, 0.0)
                 late.at = self._draft(
-                    draft, late.request_id, late.keys, late.table, late.at, late.full
+                    *(draft, late.request_id, late.keys, late.table, late.at, late.full),
+                    late.traceparent,
                 )
             else:
                 late.at = late.full
@@ -226,7 +232,14 @@ class StorePlan:
         return draft
 
     def _draft(
-        self, draft: _Draft, request_id: str, keys: Keys, table: list[int], at: int, full: int
+        self,
+        draft: _Draft,
+        request_id: str,
+        keys: Keys,
+        table: list[int],
+        at: int,
+        full: int,
+        traceparent: str,
     ) -> int:
         """Add a request's blocks from `at` up to `full`; return how far the slots went."""
         per_block, stored = self._engine.group_blocks, draft.view.stored
@@ -243,6 +256,8 @@ class StorePlan:
                 draft.keys.append(key)
                 draft.parents.append(keys[at - 1] if at else bytes(len(key)))
                 draft.blocks.append(blocks)
+                if traceparent:
+                    draft.traceparents[traceparent] = None
             at += 1
         return at
 
@@ -271,6 +286,7 @@ class StorePlan:
                 track.stored,
                 full,
                 self._clock(),
+                track.traceparent,
             )
         )
         del self._late[:-_MOST_LATE]
@@ -305,6 +321,7 @@ class StorePlan:
             np.array(draft.blocks, np.int32),
             b"".join(draft.keys),
             b"".join(draft.parents),
+            tuple(draft.traceparents),
         )
 
     def _expire(self) -> None:

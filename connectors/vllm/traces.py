@@ -1,4 +1,6 @@
-"""Spans of a request: `kvstore.lookup` in the scheduler, `kvstore.load` in each worker.
+"""Spans of a request: `kvstore.lookup` in the scheduler, `load` and `store` in each worker.
+
+A step's store may be of several requests: it is in the trace of the first and linked to the others.
 
 They belong to the trace of the request's headers, if vLLM was given any; else the first lookup
 begins one. Where vLLM's process records no spans, a traceparent of the request still goes along to the
@@ -11,10 +13,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from kvstore import tracing
-from kvstore.connectors.vllm.metadata import Load
+from kvstore.connectors.vllm.metadata import Load, Store
 from kvstore.connectors.vllm.tracks import Track
 
-__all__ = ["begin_load", "begin_lookup", "end_lookup"]
+__all__ = ["begin_load", "begin_lookup", "begin_store", "end_lookup"]
 
 
 def begin_lookup(track: Track, blocks: int) -> tracing.Span:
@@ -52,3 +54,10 @@ def begin_load(load: Load) -> tracing.Span:
     return tracing.span(
         "kvstore.load", parent=load.traceparent, request=load.request_id, blocks=len(load.slots)
     )
+
+
+def begin_store(store: Store) -> tracing.Span:
+    """Begin the span of a store, if a request of it is traced."""
+    if not store.traceparents:
+        return tracing.OFF
+    return tracing.batch_span("kvstore.store", store.traceparents, blocks=len(store.slots))

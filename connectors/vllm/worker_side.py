@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore import tracing
 from kvstore.connectors.vllm.committer import Committer
 from kvstore.connectors.vllm.copier import Copier, CpuCopier, SlotRun
 from kvstore.connectors.vllm.geometry import Geometry, UnsupportedLayout, describe
@@ -33,7 +34,7 @@ from kvstore.connectors.vllm.metadata import (
 from kvstore.connectors.vllm.space import EngineShape
 from kvstore.connectors.vllm.stats import LoadTimer, StatsLog
 from kvstore.connectors.vllm.store import Client
-from kvstore.connectors.vllm.traces import begin_load
+from kvstore.connectors.vllm.traces import begin_load, begin_store
 from kvstore.errors import KVStoreError
 
 __all__ = ["WorkerSide"]
@@ -87,8 +88,8 @@ class WorkerSide:
         self._prepared = self._loaded = self._submitted = 0
         self._delayed: list[Store] = []
         self.stats = StatsLog(client.report_time)
-        # When stores began, by job.
-        self._store_begun: dict[int, float] = {}
+        # When stores began, by job, and their spans.
+        self._store_begun: dict[int, tuple[float, tracing.Span]] = {}
         # Written by other threads:
         self._lock = threading.Lock()
         self._finished: list[str] = []
@@ -272,14 +273,18 @@ class WorkerSide:
         if not self._writes or self._copier is None or committer is None:
             return
         run = SlotRun(store.slots, store.boot_id, store.writers[self._shard])
-        self._store_begun[store.job_id] = time.perf_counter()
-        self._copier.store(store.blocks, run, lambda copied: committer.submit(store, copied))
+        span = begin_store(store)
+        self._store_begun[store.job_id] = time.perf_counter(), span
+        self._copier.store(store.blocks, run, lambda copied: committer.submit(store, copied, span))
 
     def _committed(self, store: Store, outcomes: bytes) -> None:
         """On the committer's thread: a store is over."""
         committed = sum(outcome > 0 for outcome in outcomes)
         moved = committed * self._block_bytes * self._engine.group_blocks
-        seconds = time.perf_counter() - self._store_begun.pop(store.job_id, 0.0)
+        begun, span = self._store_begun.pop(store.job_id)
+        seconds = time.perf_counter() - begun
+        span.set(committed_blocks=committed)
+        span.end()
         if committed:
             self.stats.time("store", seconds)
             self.stats.count("stored_bytes", moved)

@@ -200,14 +200,40 @@ class EngineMachine(RuleBasedStateMachine):
         space = self.spaces[wide]
         self.run(self.world.engine.removal.evict(space, self.keys(name, 6, space), tier))
 
-    @rule(name=chains, length=lengths, wide=st.booleans())
-    def pin(self, name: int, length: int, wide: bool) -> None:
+    @rule(name=chains, length=lengths, wide=st.booleans(), owner=st.sampled_from(["", "a", "b"]))
+    def pin(self, name: int, length: int, wide: bool, owner: str) -> None:
         space = self.spaces[wide]
-        self.run(self.world.engine.pin(space, self.keys(name, length, space), 0))
+        seconds = 3600.0 if owner else 0.0
+        keys = self.keys(name, length, space)
+        self.run(self.world.engine.pin(space, keys, seconds, owner))
+
+    @rule(wide=st.booleans(), owner=st.sampled_from([None, "", "a"]))
+    def unpin(self, wide: bool, owner: str | None) -> None:
+        self.run(self.world.engine.pins.unpin(self.spaces[wide], None, owner))
+
+    @rule(
+        wide=st.booleans(),
+        tier=st.sampled_from([TierName.HOST, TierName.DISK]),
+        blocks=st.sampled_from([None, None, 0, 1, 3, 6]),
+    )
+    def limit(self, wide: bool, tier: TierName, blocks: int | None) -> None:
+        space, name = self.spaces[wide], f"{tier.name.lower()}_bytes"
+        changes = {} if blocks is None else {name: blocks * space.shape.block_bytes}
+        self.run(self.world.engine.limits.change(space, changes, [] if changes else [name]))
 
     @rule(wide=st.booleans())
-    def unpin(self, wide: bool) -> None:
-        self.run(self.world.engine.pins.unpin(self.spaces[wide], None))
+    def expire(self, wide: bool) -> None:
+        async def nobody_uses_it() -> None:
+            limits, space = self.world.engine.limits, self.spaces[wide]
+            await limits.change(space, {"ttl_ms": 1})
+            limits.times.mark(apart=0.0)
+            await asyncio.sleep(0.003)
+            await limits._keep()
+            assert space.own is not None
+            assert not any(len(queue) and queue.peek() for queue in space.own.values())
+            await limits.change(space, {}, ["ttl_ms"])
+
+        self.run(nobody_uses_it())
 
     @rule()
     def flush(self) -> None:
@@ -285,7 +311,13 @@ class EngineMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         async def quiet() -> None:
             await self.world.settle()
+            await self.world.engine.limits._keep()
+            await self.world.settle()
             check(self.world.engine, quiet=True)
+            for space in self.spaces:
+                for tier in (TierName.HOST, TierName.DISK):
+                    # What is too much is there because the rule keeps it.
+                    assert space.excess(tier) <= 0 or (space.own and not space.own[tier].peek())
 
         self.run(quiet())
 

@@ -94,6 +94,23 @@ def rows(result: dict[str, Any]) -> list[Row]:
             None if "after_daemon_mib" not in memory else memory["after_daemon_mib"] <= 0,
         ),
     ]
+    accounts = [
+        account
+        for storm in parts.get("storm", {}).values()
+        for account in storm.get("accounts", {}).values()
+    ]
+    if accounts:
+        copies = sum(
+            n for a in accounts for what, n in a["copies"].items() if what.endswith(" wrong")
+        )
+        strange = [account["foreign"] for account in accounts if "foreign" in account]
+        truths += [
+            ("every copy of the storms right", not copies),
+            (
+                "what was loaded in the storms was computed for its key",
+                not any(strange) if strange else None,
+            ),
+        ]
     for what, truth in truths:
         value = flag(truth, bool)
         listed.append((what, value, 1.0, None if value is None else value == 1.0))

@@ -93,6 +93,22 @@ def test_the_verdict_knows_wrong_tokens_and_leaks(scripts: Any) -> None:
     assert within["GPU memory zero after the end"] is False
 
 
+def test_the_verdict_knows_bytes_that_a_storm_found_wrong(scripts: Any) -> None:
+    verdict = scripts("verdict")
+
+    def within(**account: Any) -> list[bool | None]:
+        accounts = {"watch": {"copies": {}, "foreign": 0}, "checked": {"copies": {}, **account}}
+        storm = {"usual": {"accounts": accounts}, "daemons": {}}
+        rows = {what: one for what, _, _, one in verdict.rows(_result(50.0, storm=storm))}
+        return [
+            rows["every copy of the storms right"],
+            rows["what was loaded in the storms was computed for its key"],
+        ]
+
+    assert within(copies={"store": 4, "examples": []}, foreign=0) == [True, True]
+    assert within(copies={"store": 4, "store wrong": 1}, foreign=2) == [False, False]
+
+
 def test_a_whole_comparison_with_stand_in_engines(
     scripts: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

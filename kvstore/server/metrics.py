@@ -119,6 +119,7 @@ class EngineCollector(Collector):
         counts = engine.counters.counts
         spaces = list(engine.index.spaces.values())
         yield "kvstore_spaces", (), len(spaces)
+        limited = [space for space in spaces if space.in_force]
         yield "kvstore_pinned_blocks", (), sum(engine.pins.counts().values())
         tiers = [("host", engine.host.usage(), engine.host.state)]
         blocks = Counter(host=sum(space.host_blocks for space in spaces))
@@ -137,9 +138,9 @@ class EngineCollector(Collector):
             for name in _BY_TIER:
                 yield f"kvstore_{name}", label, counts.get(f"{name}_{tier}", 0)
             which = TierName[tier.upper()]
-            limited = [space for space in spaces if space.in_force.quota_bytes(which) is not None]
-            yield "kvstore_spaces_with_quota", label, len(limited)
-            yield "kvstore_spaces_over_quota", label, sum(s.excess(which) > 0 for s in limited)
+            quotas = [s for s in limited if s.in_force.quota_bytes(which) is not None]
+            yield "kvstore_spaces_with_quota", label, len(quotas)
+            yield "kvstore_spaces_over_quota", label, sum(s.excess(which) > 0 for s in quotas)
 
     def _holders(self) -> Iterator[_Sample]:
         engine = self._engine

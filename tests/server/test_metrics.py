@@ -21,7 +21,7 @@ from kvstore.server.metrics import _CALLS, EngineCollector
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
-from engine_world import World, chain, spec_of
+from engine_world import World, chain, spec_of, until
 from world_fixture import make_world
 
 __all__ = ["make_world"]
@@ -190,3 +190,25 @@ def test_a_daemon_serves_them(start_daemon: Callable[..., Any]) -> None:
             found = samples(answer.read().decode())
     assert found[("kvstore_stored_blocks_total", ())] == 4
     assert found[("kvstore_call_seconds_count", (("call", "lookup"),))] >= 1
+
+
+def test_spaces_with_and_over_their_quotas_are_counted(make_world: Callable[..., World]) -> None:
+    async def story(world: World) -> None:
+        player = world.player()
+        keys = chain("pinned", 4)
+        await player.put(keys)
+        await world.engine.pin(world.space, keys, 0)
+        size = world.space.shape.block_bytes
+        await world.engine.limits.change(world.space, {"host_bytes": 2 * size})
+        found = samples(scrape(world))
+        assert found["kvstore_spaces_with_quota", (("tier", "host"),)] == 1
+        assert found["kvstore_spaces_over_quota", (("tier", "host"),)] == 1
+        assert found["kvstore_pinned_blocks", ()] == 4
+        await world.engine.pins.unpin(world.space, None)
+        await until(lambda: world.space.host_blocks == 2)
+        found = samples(scrape(world))
+        assert found["kvstore_spaces_over_quota", (("tier", "host"),)] == 0
+        assert found["kvstore_quota_evicted_blocks_total", (("tier", "host"),)] == 2
+        assert found["kvstore_pinned_blocks", ()] == 0
+
+    make_world(disk_blocks=0).run(story)

@@ -31,7 +31,7 @@ def test_a_full_state_directory_is_refused_before_its_index_is_touched(
     (index / "data.mdb").write_bytes(b"as it was")
     monkeypatch.setattr(os, "posix_fallocate", full)
     # What a daemon does to its process, this one needs as it is.
-    monkeypatch.setattr("kvstore.server.daemon._set_up_logging", lambda config: None)
+    monkeypatch.setattr("kvstore.server.daemon.set_up_logging", lambda config: None)
     monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
     config = load_config(
         {"state": str(state), "listen": [f"unix://{tmp_path}/k"], "host_pool": "16MiB"}

@@ -15,7 +15,7 @@ from kvstore.cli.bench.figure import Figure, times
 from kvstore.cli.child import ChildError
 from kvstore.cli.connect import connect
 from kvstore.keys import Keys
-from kvstore.units import KIB
+from kvstore.units import KIB, MIB
 
 __all__ = ["measure"]
 
@@ -30,8 +30,15 @@ _BIG: Final = 2000
 _QUANTUM: Final = 0.003
 
 
-def _same_chain(disk: ColdDisk, stack: contextlib.ExitStack) -> Figure:
-    """Many clients ask for one cold chain at once: each block is read once."""
+def _same_chain(directory: Path, stack: contextlib.ExitStack) -> Figure:
+    """Many clients ask for one cold chain at once: each block is read once.
+
+    Each of them maps the pool and touches all of it: a small one, and nothing else is measured
+    before they are gone.
+    """
+    disk = ColdDisk(
+        stack, directory, block_bytes=_BLOCK, host_bytes=256 * MIB, disk_bytes=512 * MIB
+    )
     keys = disk.cold(_CHAIN)
     clients = [stack.enter_context(connect(disk.address)) for _ in range(_CLIENTS)]
     spaces = [client.open_space(disk.space.spec) for client in clients]
@@ -125,6 +132,8 @@ def measure(directory: Path, rounds: int) -> list[Figure]:
     Raises:
         ChildError: something was not served, or read twice.
     """
+    directory.mkdir(exist_ok=True)
     with contextlib.ExitStack() as stack:
-        disk = ColdDisk(stack, directory, block_bytes=_BLOCK)
-        return [_same_chain(disk, stack), *_small_beside_big(disk)]
+        crowd = _same_chain(directory / "crowd", stack)
+    with contextlib.ExitStack() as stack:
+        return [crowd, *_small_beside_big(ColdDisk(stack, directory / "jobs", block_bytes=_BLOCK))]

@@ -220,7 +220,10 @@ class SchedulerSide:
             space = view.space() or view.open_once(self.settings.answer_seconds)
             if space is None:
                 return self._miss(track, now)
-            self._ask(track, space)
+            if track.asked is None:
+                self._ask(track, space)
+                # A request of a single step is stored in that step or not at all.
+                self._plan.top_up(view, self._tracks.values(), self._roster.writers)
             if track.asked is None:
                 return self._miss(track, now)
             arrived = self._arrived(track, view)

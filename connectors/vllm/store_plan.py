@@ -165,7 +165,7 @@ class StorePlan:
             tracks: all requests.
             view_of: returns a request's view and makes its track follow it.
             writers: the workers that store, by shard.
-            patience_seconds: how long to wait for slots that were asked for, when there are none.
+            patience_seconds: how long to wait for slots that were asked for, when there are too few.
         """
         self._fresh = False
         self._expire()
@@ -191,14 +191,15 @@ class StorePlan:
             table = self._table(output, track)
             if table is None or len(table) * size < full * block_tokens:
                 continue
-            draft = self._open_draft(drafts, view, writers, patience_seconds)
+            wanted = full - track.stored
+            draft = self._open_draft(drafts, view, writers, wanted, patience_seconds)
             keys = track.keys(per_block)
             track.stored = self._draft(
                 draft, request_id, keys, table, track.stored, full, track.traceparent
             )
         for late in self._late:
             if late.view.run == late.run:
-                draft = self._open_draft(drafts, late.view, writers, 0.0)
+                draft = self._open_draft(drafts, late.view, writers, 1, 0.0)
                 late.at = self._draft(
                     *(draft, late.request_id, late.keys, late.table, late.at, late.full),
                     late.traceparent,
@@ -218,14 +219,18 @@ class StorePlan:
 
     @staticmethod
     def _open_draft(
-        drafts: dict[int, _Draft], view: View, writers: list[WorkerInfo], patience_seconds: float
+        drafts: dict[int, _Draft],
+        view: View,
+        writers: list[WorkerInfo],
+        wanted: int,
+        patience_seconds: float,
     ) -> _Draft:
         draft = drafts.get(id(view))
         if draft is None:
             credits = view.refresh_credits(writers)
             if credits is not None:
                 credits.poll()
-                if not credits.available:
+                if credits.available < wanted:
                     credits.wait(patience_seconds)
             room = credits.available if credits is not None else 0
             draft = drafts[id(view)] = _Draft(view, room)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_store import FakeDaemon
+from fake_store import FakeClient, FakeDaemon, FakeSpace
 from mini_engine import BLOCK, MiniEngine
 
 from kvstore.connectors.vllm import copier, guard
+from kvstore.connectors.vllm.credits import Credits
 from kvstore.connectors.vllm.settings import Settings
+from kvstore.connectors.vllm.views import View
+from kvstore.space import SpaceSpec
 
 GROUP = 2
 B = BLOCK * GROUP
@@ -575,6 +579,55 @@ def test_a_request_says_how_long_it_waits_for_others(daemon: FakeDaemon) -> None
     assert engine.loaded_tokens == 3 * B
     engine.close()
     quiet(daemon)
+
+
+def test_the_first_request_of_an_engine_is_stored_in_its_own_step(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have no other. Its space opens while it is scheduled, not before."""
+    scheduled = threading.Event()
+    opening, waiting = FakeClient.open_space, View.open_once
+
+    def open_late(self: FakeClient, spec: SpaceSpec) -> FakeSpace:
+        assert scheduled.wait(60)
+        return opening(self, spec)
+
+    def open_once(self: View, seconds: float) -> Any:
+        scheduled.set()
+        return waiting(self, seconds)
+
+    monkeypatch.setattr(FakeClient, "open_space", open_late)
+    monkeypatch.setattr(View, "open_once", open_once)
+    engine = MiniEngine(daemon, settings=Settings(step_wait_seconds=1.0, answer_seconds=60.0))
+    engine.add(prompt(4 * B), 1)
+    engine.step()
+    assert engine.planned == 4
+    engine.close()
+
+
+def test_slots_that_are_on_their_way_are_waited_for_a_moment(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when some are there, but fewer than the step fills."""
+    engine = MiniEngine(daemon, settings=Settings(load=False, step_wait_seconds=1.0))
+    engine.run(engine.add(prompt(2 * B, 1), 1))
+    [view] = engine.scheduler._views.all()
+    credits = view.credits
+    assert credits is not None
+    credits.give_back(1)
+    wait = Credits.wait
+
+    def arrives(self: Credits, seconds: float) -> None:
+        daemon.let_go()
+        wait(self, 60.0 if seconds else 0.0)
+
+    monkeypatch.setattr(Credits, "wait", arrives)
+    engine.planned = 0
+    daemon.hold = True
+    engine.add(prompt(4 * B, 2), 1)
+    engine.step()
+    assert engine.planned == 4
+    engine.close()
 
 
 def test_background_work_rests_while_a_step_computes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def test_the_first_request_after_a_warm_restart_is_warm(
 def test_a_worker_that_finds_the_new_daemon_last_is_waited_for(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copiers, "_ATTACH_SECONDS", 60.0)
+    monkeypatch.setattr(copiers, "ATTACH_SECONDS", 60.0)
     engine = MiniEngine(daemon)
     engine.run(engine.add(prompt(8 * B), 2))
     daemon.stop()

@@ -72,9 +72,10 @@ def test_a_small_trace_is_replayed(tmp_path: Path) -> None:
     done = bench("--trace", str(trace), "--dir", str(tmp_path), "--json")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)["figures"]
-    assert len(figures) == 6
-    assert all("of 3 requests found blocks on disk" in f["name"] for f in figures[::3])
-    assert all(f["unit"] == "%" and f["target"] == 5.0 for f in figures[2::3])
+    saved = [f for f in figures if "of 3 requests found blocks on disk" in f["name"]]
+    regrets = [f for f in figures if f["unit"] == "%"]
+    assert len(saved) == len(regrets) == 2  # disk speeds
+    assert all(f["target"] == 5.0 for f in regrets)
 
 
 def test_a_trace_that_repeats_nothing_is_one_line(tmp_path: Path) -> None:

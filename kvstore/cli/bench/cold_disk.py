@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from kvstore.cli.bench.chains import Chains
+from kvstore.cli.bench.chains import Chains, settle
 from kvstore.cli.child import ChildDaemon, ChildError
 from kvstore.cli.connect import connect
 from kvstore.client import Client
@@ -106,8 +107,21 @@ class ColdDisk:
         for keys in made:
             self.store(keys)
         self.flush()
-        self.space.evict(tier="host")
+        self.cool()
         return made
+
+    def cool(self, keys: Keys | None = None) -> None:
+        """Leave a chain, or all of them, on disk only.
+
+        Raises:
+            ChildError: something is used all the time.
+        """
+        deadline = time.monotonic() + WAIT_S
+        # What was let go of a moment ago may still be held.
+        while self.space.evict(keys, tier="host").skipped:
+            if time.monotonic() > deadline:
+                raise ChildError("some blocks do not leave host memory")
+            settle()
 
     def counter(self, name: str) -> int:
         """Return one of the daemon's counters."""

@@ -86,7 +86,7 @@ def _beside_a_big_one(
         if disk.space.prefetch(keys, deadline_s=WAIT_S).wait() == _SMALL:
             waits.append(time.perf_counter() - begin)
 
-    disk.space.evict(tier="host")
+    disk.cool()
     begin = free = time.perf_counter()
     ticket = disk.space.prefetch(big, deadline_s=WAIT_S)
     threads = []

@@ -64,7 +64,7 @@ def measure(directory: Path, rounds: int) -> list[Figure]:
             after = disk.client.stats()
             inline += after.counters["evictions_inline"] - before.counters["evictions_inline"]
             reserves += _reserves(after) - _reserves(before)
-            disk.space.evict(tier="host")
+            disk.cool()
             settle()
             empty.append(_store(disk))
             # Full again: two halves.

@@ -28,7 +28,7 @@ def _first_block(disk: ColdDisk, keys: Keys, rounds: int) -> Figure:
     """Time until the first block of a cold chain can be used, beside one block's own time."""
     taken = []
     for _ in range(rounds):
-        disk.space.evict(keys, tier="host")
+        disk.cool(keys)
         settle()
         begin = time.perf_counter()
         lease = disk.space.acquire(keys, deadline_s=WAIT_S).result(timeout=WAIT_S)
@@ -44,7 +44,7 @@ def _first_block(disk: ColdDisk, keys: Keys, rounds: int) -> Figure:
 
 def _prefetched(disk: ColdDisk, keys: Keys, tier: str) -> float:
     disk.space.evict(keys, tier="gpu")
-    disk.space.evict(keys, tier="host")
+    disk.cool(keys)
     settle()
     begin = time.perf_counter()
     if disk.space.prefetch(keys, tier=tier, deadline_s=WAIT_S).wait() != len(keys):
@@ -54,7 +54,7 @@ def _prefetched(disk: ColdDisk, keys: Keys, tier: str) -> float:
 
 def _got(disk: ColdDisk, keys: Keys, out: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> float:
     disk.space.evict(keys, tier="gpu")
-    disk.space.evict(keys, tier="host")
+    disk.cool(keys)
     settle()
     begin = time.perf_counter()
     if disk.space.get(keys, out, timeout_s=WAIT_S) != len(keys):

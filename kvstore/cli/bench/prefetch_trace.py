@@ -257,26 +257,24 @@ def _measure(
         for question in waited
     )
     name = f"disk at {1 / load:g} times the engine"
-    return [
+    figures = [
         times(
             f"{name}: {len(waited)} of {len(replay.asked)} requests found blocks on disk; "
             f"{counters['waits_ended']} waits ended, {counters['waits_cut']} were cut, "
             f"{counters['waits_declined']} runs shortened. Time saved",
             [saved],
         ),
-        times(
-            "waits as predicted, off by (median)",
-            [timings["wait_error"].p50_seconds],
-            [timings["wait"].p50_seconds],
-            "the wait",
-        ),
         most(
             f"regret, of that: {sum(lost) * 1e3:.0f} ms",
             "%",
-            [100 * sum(lost) / saved],
+            [100 * sum(lost) / max(saved, 1e-9)],
             _MOST_REGRET_PERCENT,
         ),
     ]
+    if "wait" in timings:
+        error, wait = timings["wait_error"].p50_seconds, timings["wait"].p50_seconds
+        figures.append(times("waits as predicted, off by (median)", [error], [wait], "the wait"))
+    return figures
 
 
 def measure(directory: Path, trace: Path, limit: int) -> list[Figure]:

@@ -164,7 +164,7 @@ def measure_stall(directory: Path, seconds: float = _STALL_S) -> list[Figure]:
         stack.callback(tap.open)
         keys = disk.cold(_CHAIN)
         _ask(disk, keys)  # how fast the disk is
-        disk.space.evict(keys, tier="host")
+        disk.cool(keys)
         tap.close()
         end = time.monotonic() + seconds
         while time.monotonic() < end:

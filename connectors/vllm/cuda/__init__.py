@@ -9,8 +9,11 @@ What runs where:
   flight. When blocks that a store still reads are handed out, the compute stream waits for the
   store's event, and with it every load submitted afterwards.
 - A thread per direction waits for the copies' last events, compares generations, calls back.
-- Slabs are pinned in the background (`pins`). What is not pinned yet goes through a pinned bounce
-  buffer, on a thread (`pipe.Bounce`), because that takes copies by the CPU.
+- Slabs are pinned in the background (`pins`); an engine that starts waits for that before it serves.
+  What is not pinned goes through a pinned bounce buffer, on a thread per direction (`pipe.Bounce`),
+  because that takes copies by the CPU. A store that is still in it when its blocks are handed out is
+  given up between two chunks: the engine waits for that, not for the rest.
+- A load of a daemon run that this process has not found yet waits for it on a thread.
 
 Which way bytes go (`routes`):
 

@@ -78,6 +78,13 @@ class PathEstimate:
         """Believed rate."""
         return self._bytes / self._seconds if self.measured else self._prior
 
+    def recall(self, bytes_per_second: float, latency_seconds: float) -> None:
+        """Believe what was measured before a restart, until something is measured now."""
+        self._seconds = _LEAST_WEIGHT_SECONDS
+        self._bytes = bytes_per_second * self._seconds
+        self.latency_seconds = latency_seconds
+        self.measured = True
+
     def begin(self, size: int, now: float) -> int:
         """Take note that a transfer begins; return its number for `end`."""
         idle = not self._begun

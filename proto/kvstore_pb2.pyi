@@ -399,7 +399,7 @@ class LookupResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., tiers: _Optional[bytes] = ..., miss: _Optional[_Union[Miss, _Mapping]] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("attachment_id", "space", "lease_id", "keys", "deadline_ms", "prefill_tokens_per_second", "priority", "parent", "request_id", "queued_ms")
+    __slots__ = ("attachment_id", "space", "lease_id", "keys", "deadline_ms", "prefill_tokens_per_second", "priority", "parent", "request_id", "remembered_rate", "queued_ms")
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     SPACE_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -409,6 +409,7 @@ class AcquireRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REMEMBERED_RATE_FIELD_NUMBER: _ClassVar[int]
     QUEUED_MS_FIELD_NUMBER: _ClassVar[int]
     attachment_id: int
     space: SpaceRef
@@ -419,8 +420,9 @@ class AcquireRequest(_message.Message):
     priority: int
     parent: bytes
     request_id: str
+    remembered_rate: bool
     queued_ms: int
-    def __init__(self, attachment_id: _Optional[int] = ..., space: _Optional[_Union[SpaceRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., priority: _Optional[int] = ..., parent: _Optional[bytes] = ..., request_id: _Optional[str] = ..., queued_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, attachment_id: _Optional[int] = ..., space: _Optional[_Union[SpaceRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., priority: _Optional[int] = ..., parent: _Optional[bytes] = ..., request_id: _Optional[str] = ..., remembered_rate: bool = ..., queued_ms: _Optional[int] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
     __slots__ = ("blocks", "slots", "tiers", "growing", "miss")

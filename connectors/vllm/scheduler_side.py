@@ -90,7 +90,7 @@ class SchedulerSide:
         # their way, and the leases that wait for them.
         self._airborne: Counter[int] = Counter()
         self._late_leases: dict[int, Lease] = {}
-        self._pace = Pace(clock)
+        self._pace = Pace(engine.step_tokens, clock)
         self.stats = StatsLog(client.report_time)
         self._usage = Usage(client, self.stats)
         self._plan = StorePlan(engine, settings, clock=clock)
@@ -126,7 +126,7 @@ class SchedulerSide:
             return
         space = view.space()
         if space is not None:
-            size, rate = self.engine.block_tokens, self._pace.tokens_per_second
+            size, rate = self.engine.block_tokens, self._pace.rate
             self._ask(track, space, queue_seconds(track, self._tracks.values(), size, rate))
             self._plan.top_up(view, self._tracks.values(), self._roster.writers)
 
@@ -157,7 +157,8 @@ class SchedulerSide:
                 keys,
                 deadline_s=queued + self.settings.disk_wait_seconds,
                 queued_s=queued,
-                prefill_tokens_per_second=self._pace.rate(on_gpu=bool(self._roster.devices)),
+                prefill_tokens_per_second=self._pace.rate(len(keys) * self.engine.block_tokens)
+                or None,
                 request_id=track.request.request_id[:_REQUEST_ID_CHARS],
             )
         self.stats.lookup(track.asked)

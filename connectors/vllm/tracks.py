@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -144,14 +144,16 @@ class Track:
 
 
 def queue_seconds(
-    track: Track, tracks: Iterable[Track], block_tokens: int, tokens_per_second: float
+    track: Track,
+    tracks: Iterable[Track],
+    block_tokens: int,
+    rate_of: Callable[[int], float],
 ) -> float:
     """Predict when the engine will have computed the other requests; 0 when that is not known.
 
     vLLM does not look at a request while those before it fill its steps. What comes from disk until
     then costs the request nothing.
     """
-    if not tokens_per_second:
-        return 0.0
     ahead = sum(other.left(block_tokens) for other in tracks if other is not track)
-    return min(ahead / tokens_per_second, _LONGEST_QUEUE_SECONDS)
+    rate = rate_of(ahead)
+    return min(ahead / rate, _LONGEST_QUEUE_SECONDS) if rate else 0.0

@@ -87,13 +87,16 @@ class Calls(ABC):
         keys: Keys,
         *,
         deadline_s: float = 0.0,
-        prefill_tokens_per_second: float = 0.0,
+        prefill_tokens_per_second: float | None = 0.0,
         priority: int = 0,
         request_id: str = "",
         queued_s: float = 0.0,
     ) -> Future[Lease]:
         """Ask for a lease on the leading run of `keys`; at most the first 32,768 are looked at.
 
+        What is on disk is waited for only while that is predicted to be faster than computing it at
+        `prefill_tokens_per_second`; 0: in any case; None: the caller has not measured it yet, what
+        clients of the space reported before is used.
         `request_id` is what `kvstore explain --request` finds it by, at most 256 characters. For
         `queued_s` seconds waiting costs nothing, because others are served first.
 
@@ -114,7 +117,8 @@ class Calls(ABC):
             lease_id=lease.id,
             keys=keys.packed[: MAX_KEYS * keys.key_bytes],
             deadline_ms=_milliseconds(deadline_s),
-            prefill_tokens_per_second=prefill_tokens_per_second,
+            prefill_tokens_per_second=prefill_tokens_per_second or 0.0,
+            remembered_rate=prefill_tokens_per_second is None,
             priority=priority,
             parent=pack_run_parent(keys),
             request_id=request_id,

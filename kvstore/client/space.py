@@ -244,7 +244,7 @@ class Space(SpaceHandle):
         keys: Keys | Iterable[bytes],
         *,
         deadline_s: float = 0.0,
-        prefill_tokens_per_second: float = 0.0,
+        prefill_tokens_per_second: float | None = 0.0,
         priority: int = 0,
         request_id: str = "",
         queued_s: float = 0.0,

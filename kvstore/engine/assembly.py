@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from kvstore.engine.budget import DiskBudget
     from kvstore.engine.host_index import HostIndex
     from kvstore.engine.recorder import Recorder
+    from kvstore.engine.speeds import Speeds
     from kvstore.engine.steady_clock import SteadyClock
     from kvstore.index.lmdb_store import MetaStore
     from kvstore.tiers.disk import DiskTier
@@ -103,6 +104,7 @@ class Assembly:
         warm_up_bytes: int = 0,
         default_limits: SpaceLimits | None = None,
         clock: SteadyClock | None = None,
+        speeds: Speeds | None = None,
     ) -> None:
         """Compose; `start` opens the tiers.
 
@@ -121,6 +123,7 @@ class Assembly:
             warm_up_bytes: most that is brought from disk to host at the start.
             default_limits: of spaces that have none of their own.
             clock: by which blocks grow old; None: the machine's.
+            speeds: what earlier daemons learned; None: nothing.
         """
         self.host = host
         self.disk = disk
@@ -150,7 +153,7 @@ class Assembly:
             self.index, host, self._digest_threads, self.counters, self._notify
         )
         self._arrivals = Arrivals(self.verifier)
-        self.worth = Worth(self.counters)
+        self.worth = Worth(self.counters, speeds)
         self.leases = Leases(
             self.index,
             host,
@@ -173,7 +176,9 @@ class Assembly:
             UseTimes(self.index, clock),
             default_limits or SpaceLimits(),
         )
-        self._housekeeper = Housekeeper(self.index, self.pins, self.tickets, self.limits)
+        self._housekeeper = Housekeeper(
+            self.index, self.pins, self.tickets, self.limits, self.worth
+        )
         self._reads: set[Read] = set()
         self.recovered_blocks = 0
         self.adopted_blocks = 0
@@ -362,6 +367,9 @@ class Assembly:
         self.removal.flusher = self.flusher
         self._arrivals.promoter = self.promoter
         self.worth.promoter = self.promoter
+        known = self.worth.speeds.disk(disk.store_id)
+        if known is not None:
+            self.promoter.path.recall(*known)
         self.limits.shrink[TierName.DISK] = self.flusher.room.evict_own
         self.limits.on_room = self._disk_resized
         self._housekeeper.disk = disk
@@ -437,6 +445,7 @@ class Assembly:
         if self.promoter is not None:
             await self.promoter.stop()
         await self._housekeeper.save_touches()
+        await self._housekeeper.save_speeds()
         if self.flusher is not None:
             await self.flusher.stop()
         await self.verifier.stop()

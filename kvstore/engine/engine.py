@@ -115,7 +115,7 @@ class Engine(Assembly):
         keys: Sequence[bytes],
         deadline_seconds: float,
         priority: int = 0,
-        prefill_tokens_per_second: float = 0.0,
+        prefill_tokens_per_second: float | None = 0.0,
         parent: bytes | None = None,
         request_id: str = "",
         queued_seconds: float = 0.0,

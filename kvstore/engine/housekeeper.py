@@ -7,6 +7,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
+from kvstore.tiers.pool_copy import undisturbed
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from kvstore.engine.limits import Limits
     from kvstore.engine.pins import Pins
     from kvstore.engine.tickets import Tickets
+    from kvstore.engine.worth import Worth
     from kvstore.index import BlockIndex
     from kvstore.tiers.disk import DiskTier
 
@@ -28,11 +31,14 @@ _CHUNK: Final = 2000
 
 
 class Housekeeper:
-    """Expires pins and tickets, tries a degraded disk again, saves the LRU order."""
+    """Expires pins and tickets, tries a degraded disk again, saves the LRU order and speeds."""
 
-    def __init__(self, index: BlockIndex, pins: Pins, tickets: Tickets, limits: Limits) -> None:
+    def __init__(
+        self, index: BlockIndex, pins: Pins, tickets: Tickets, limits: Limits, worth: Worth
+    ) -> None:
         """Compose; `disk` and `flusher` are set afterwards when there is a disk tier."""
         self._limits = limits
+        self._worth = worth
         self._index = index
         self._pins = pins
         self._tickets = tickets
@@ -81,6 +87,20 @@ class Housekeeper:
         if time.monotonic() - self._saved > _TOUCH_SAVE_SECONDS:
             self._saved = time.monotonic()
             await self.save_touches()
+            await self.save_speeds()
+
+    async def save_speeds(self) -> None:
+        """Save what was learned about speeds, as far as that works."""
+        speeds, promoter = self._worth.speeds, self._worth.promoter
+        if self.disk is not None and promoter is not None and promoter.path.measured:
+            path = promoter.path
+            speeds.read_from(self.disk.store_id, path.bytes_per_second, path.latency_seconds)
+        line = speeds.line()
+        if line is not None:
+            try:
+                await undisturbed(asyncio.ensure_future(asyncio.to_thread(speeds.write, line)))
+            except OSError as error:
+                log.info("speeds are not saved: %s", error)
 
     async def save_touches(self) -> None:
         """Save the LRU order of what is on disk, then when that was."""

@@ -180,7 +180,7 @@ class Leases:
         keys: Sequence[bytes],
         deadline_seconds: float,
         priority: int,
-        prefill_tokens_per_second: float = 0.0,
+        prefill_tokens_per_second: float | None = 0.0,
         parent: bytes | None = None,
         request_id: str = "",
         queued_seconds: float = 0.0,
@@ -198,7 +198,8 @@ class Leases:
             deadline_seconds: how long it waits at most; 0: not at all.
             priority: of what it waits for.
             prefill_tokens_per_second: how fast the client computes: it waits only while that is
-                predicted to take longer. 0: not known.
+                predicted to take longer. 0: it waits in any case; None: it does not know, what
+                others have reported for the space counts.
             parent: key before the first one; see `SpaceIndex.run`.
             request_id: what the lease is for, in the client's words.
             queued_seconds: for how long waiting costs the client nothing.
@@ -212,6 +213,7 @@ class Leases:
         if lease_id in attachment.released_early:
             # Its release has overtaken it: nobody would ever release it again.
             return Acquired(0, _NO_SLOTS, b"", False, Miss(MissReason.LEASE_LOST))
+        rate = self._rate(space, len(keys), prefill_tokens_per_second)
         run, miss = self.find_run(space, keys[:_MOST_BLOCKS], parent)
         if len(run) == _MOST_BLOCKS < len(keys):
             miss = Miss(MissReason.LEASE_CAP)
@@ -233,8 +235,8 @@ class Leases:
         pending, forecast = None, None
         if ready < len(run):
             seconds = 0.0
-            if prefill_tokens_per_second > 0:
-                seconds = space.spec.block_tokens / prefill_tokens_per_second
+            if rate > 0:
+                seconds = space.spec.block_tokens / rate
             here = [b.host is not None or (gpu and b.gpu is not None) for b in run]
             worth, pending = self._worth.choose(
                 run, here, seconds, deadline_seconds, priority, queued_seconds
@@ -279,13 +281,21 @@ class Leases:
             loop = asyncio.get_running_loop()
             lease.timer = loop.call_later(deadline_seconds, self._expire, lease)
             lease.pending = pending
-            if prefill_tokens_per_second > 0:
+            if rate > 0:
                 lease.review = loop.call_later(REVIEW_SECONDS, self._review, lease)
             deadline = loop.time() + deadline_seconds
             self._arrivals.request(list(lease.where), lease, priority, deadline)
         # What follows the run; what it loses while it grows is counted then.
         self._counters.miss(miss.reason.value, len(keys) - len(run), space.spec.block_tokens)
         return self._answer(lease, 0)
+
+    def _rate(self, space: SpaceIndex, blocks: int, reported: float | None) -> float:
+        tokens = blocks * space.spec.block_tokens
+        if reported is None:
+            return self._worth.speeds.prefill(space.id, tokens)
+        if reported:
+            self._worth.speeds.computed(space.id, tokens, reported)
+        return reported
 
     def _answer(self, lease: Lease, first: int) -> Acquired:
         return Acquired(

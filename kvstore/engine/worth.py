@@ -11,7 +11,8 @@ for it until that transfer has come back. A path that everybody declines is meas
 by a short read every few seconds at the lowest priority, or nobody would ever find out that it has
 become faster.
 
-Owns nothing that must survive: after a crash the next daemon measures anew.
+Owns nothing that must survive; what was learned about speeds is kept in `speeds`, as a good guess
+for the next daemon.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvstore.engine.recent import Forecast
+from kvstore.engine.speeds import Speeds
 from kvstore.miss import Miss, MissReason
 from kvstore.prefetch.planner import Plan, Want, plan
 
@@ -89,11 +91,16 @@ class _Probe:
 
 
 class Worth:
-    """Decides what is waited for; `promoter` is set afterwards when there is a disk tier."""
+    """Decides what is waited for; `promoter` is set afterwards when there is a disk tier.
 
-    def __init__(self, counters: Counters) -> None:
-        """Compose."""
+    Attributes:
+        speeds: what was learned, by this daemon and earlier ones.
+    """
+
+    def __init__(self, counters: Counters, speeds: Speeds | None = None) -> None:
+        """Compose; without `speeds` nothing is known from before."""
         self._counters = counters
+        self.speeds = Speeds() if speeds is None else speeds
         self.promoter: Promoter | None = None
         self._was_stalled = False
         self._probe = _Probe()

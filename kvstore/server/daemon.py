@@ -41,6 +41,7 @@ from kvstore.engine import Engine
 from kvstore.engine.budget import DiskBudget
 from kvstore.engine.host_index import HOST_INDEX_NAME
 from kvstore.engine.recorder import Recorder
+from kvstore.engine.speeds import Speeds
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.index import SpaceLimits
 from kvstore.index.lmdb_store import MetaStore
@@ -181,6 +182,7 @@ def _build(config: ServeConfig, store: MetaStore, pool: Path) -> Engine:
         flush_on_commit=config.write_policy is WritePolicy.THROUGH,
         flush_on_reuse=config.write_policy is WritePolicy.REUSED,
         budget=budget,
+        speeds=Speeds(config.state / "speeds"),
         lease_ttl_seconds=config.lease_ttl_s,
         lease_cap_bytes=config.lease_cap,
         grant_cap_bytes=config.grant_cap,

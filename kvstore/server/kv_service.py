@@ -175,7 +175,7 @@ class KVStoreService(rpc.KVStoreServicer):
             keys,
             min(request.deadline_ms, _MAX_WAIT_MS) / 1e3,
             request.priority,
-            rate,
+            None if request.remembered_rate and not rate else rate,
             self._parent(space, request.parent),
             request.request_id,
             min(request.queued_ms, _MAX_WAIT_MS) / 1e3,

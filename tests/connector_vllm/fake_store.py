@@ -263,7 +263,7 @@ class FakeSpace:
         keys: Keys,
         *,
         deadline_s: float = 0.0,
-        prefill_tokens_per_second: float = 0.0,
+        prefill_tokens_per_second: float | None = 0.0,
         priority: int = 0,
         request_id: str = "",
         queued_s: float = 0.0,

@@ -12,44 +12,43 @@ class Engine:
 
     def __init__(self, *, step_seconds: float, tokens_per_second: float) -> None:
         self.now = 100.0
-        self.pace = Pace(lambda: self.now)
+        self.pace = Pace(8192, lambda: self.now)
         self._step, self._rate = step_seconds, tokens_per_second
 
-    def steps(self, *tokens: int) -> float:
-        """Compute steps; return the rate that is known then."""
+    def steps(self, *tokens: int) -> None:
         for count in tokens:
             self.pace.begin(count)
             self.now += self._step + count / self._rate
             self.pace.end()
             self.now += 0.01
-        return self.pace.tokens_per_second
 
 
-def test_what_a_step_costs_whatever_it_computes_is_not_taken_for_the_tokens() -> None:
-    engine = Engine(step_seconds=0.02, tokens_per_second=36_000)
-    # Hits: the ends of prompts and decoding. By itself the largest says 5,200 tokens a second.
-    assert engine.steps(16, 1, 130, 1, 20, 1) == pytest.approx(36_000)
-    assert engine.steps(8192, 1808, 1, 1) == pytest.approx(36_000)
-
-
-def test_steps_of_one_size_are_taken_for_what_they_cost() -> None:
-    engine = Engine(step_seconds=0.02, tokens_per_second=10_000)
-    assert engine.steps(1, 1, 2, 1, 16) == 0
-    engine = Engine(step_seconds=0.02, tokens_per_second=10_000)
-    assert engine.steps(1000, 1000, 1000) == pytest.approx(1000 / 0.12)
+def test_small_steps_do_not_speak_for_whole_prompts() -> None:
+    engine = Engine(step_seconds=0.03, tokens_per_second=36_000)
+    # Hits: the ends of prompts and decoding.
+    engine.steps(16, 1, 130, 1, 63)
+    assert engine.pace.rate(130) == engine.pace.rate(63) == pytest.approx(130 / (0.03 + 130 / 36_000))
+    assert engine.pace.rate(10_000) == 0.0
+    engine.steps(8192, *[100] * 50)
+    # A prompt larger than a step is computed in the largest ones.
+    whole = pytest.approx(8192 / (0.03 + 8192 / 36_000))
+    assert engine.pace.rate(10_000) == whole
+    assert engine.pace.rate(100_000) == whole
+    assert engine.pace.rate(100) < 4_000
 
 
 def test_an_engine_follows_what_it_is_now() -> None:
-    engine = Engine(step_seconds=0.02, tokens_per_second=36_000)
+    engine = Engine(step_seconds=0.0, tokens_per_second=36_000)
     engine.steps(*[8192, 1] * 20)
     engine._rate = 9_000
-    assert engine.steps(*[8192, 1] * 60) == pytest.approx(9_000, rel=0.05)
+    engine.steps(*[8192, 1] * 60)
+    assert engine.pace.rate(8192) == pytest.approx(9_000, rel=0.05)
 
 
-def test_an_engine_that_has_only_loaded_takes_itself_for_fast_on_a_gpu() -> None:
-    engine = Engine(step_seconds=0.02, tokens_per_second=2_000)
-    engine.steps(1, 1, 1)
-    assert engine.pace.rate(on_gpu=False) == 0
-    assert engine.pace.rate(on_gpu=True) > 10_000
-    engine.steps(500, 1)
-    assert engine.pace.rate(on_gpu=True) == pytest.approx(2_000)
+def test_a_step_that_others_take_is_not_waited_for_when_computing_is_shorter() -> None:
+    engine = Engine(step_seconds=0.0, tokens_per_second=1_000)
+    assert engine.pace.worth_a_step(1)
+    engine.steps(1000, 1000)
+    engine.pace.begin(1000)
+    assert not engine.pace.worth_a_step(900)
+    assert engine.pace.worth_a_step(1100)

@@ -553,14 +553,16 @@ def test_any_mixture_keeps_every_byte_right(seed: int) -> None:
     quiet(daemon)
 
 
-def test_a_request_says_how_long_it_waits_for_others(daemon: FakeDaemon) -> None:
+def test_a_request_says_how_long_it_waits_for_others(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Disk is read meanwhile; whose turn comes earlier asks again."""
     engine = MiniEngine(daemon)
     target = prompt(3 * B, 1)
     engine.run(engine.add(target, 1))
     for block in daemon.blocks.values():
         block.on_disk = True
-    engine.scheduler._pace.tokens_per_second = 8.0
+    monkeypatch.setattr(engine.scheduler._pace, "rate", lambda tokens: 8.0)
     daemon.asked_for.clear()
     daemon.queued.clear()
     first = engine.add(prompt(2 * engine.step_tokens, 2), 1, "first")

@@ -20,6 +20,7 @@ from kvstore.engine.budget import DiskBudget
 from kvstore.engine.events import Event, LeaseDoneEvent
 from kvstore.engine.host_index import HOST_INDEX_NAME, read_host_index
 from kvstore.engine.leases import Acquired
+from kvstore.engine.speeds import Speeds
 from kvstore.engine.steady_clock import SteadyClock
 from kvstore.index import Block, SpaceIndex, SpaceLimits
 from kvstore.index.lmdb_store import MetaStore
@@ -172,6 +173,7 @@ class World:
             warm_up_bytes=self.warm_up_blocks * self.block_bytes,
             default_limits=self.default_limits,
             clock=self.clock(),
+            speeds=Speeds(state / "speeds"),
         )
         self.may_check.clear()
         if self.hold_checks:
@@ -443,7 +445,7 @@ class Player:
         lease_id: int | None = None,
         priority: int = 0,
         space: SpaceIndex | None = None,
-        rate: float = 0.0,
+        rate: float | None = 0.0,
         queued: float = 0.0,
     ) -> tuple[int, Acquired]:
         """Return lease id and answer."""

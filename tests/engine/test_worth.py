@@ -67,6 +67,31 @@ def test_a_disk_slower_than_computing_is_not_waited_for(make_world: Make) -> Non
     make(make_world).run(story)
 
 
+def test_who_has_not_measured_yet_is_served_by_what_others_measured(make_world: Make) -> None:
+    """Also after a restart: neither a new engine nor a new daemon waits for a slow disk."""
+
+    async def before(world: World) -> None:
+        keys = await stored(world, "slow", 8, in_host=3)
+        player = world.player()
+        throttled(world, SLOW)
+        _, answer = player.acquire(keys, deadline=0.02, rate=None)
+        assert answer.growing  # nobody knows anything
+        as_if_measured(world, SLOW)
+        player.acquire(keys, deadline=30, rate=TOKENS / 0.001)
+        _, answer = player.acquire(keys, deadline=30, rate=None)
+        assert (answer.blocks, answer.growing) == (3, False)
+
+    async def after(world: World) -> None:
+        throttled(world, SLOW)
+        assert world.engine.promoter is not None
+        assert world.engine.promoter.path.bytes_per_second < 10 * SLOW
+        _, answer = world.player().acquire(chain("slow", 8), deadline=30, rate=None)
+        assert (answer.blocks, answer.growing) == (0, False)
+        assert answer.miss.reason is MissReason.NOT_WORTH_WAITING
+
+    make(make_world).run(before, after)
+
+
 def test_a_disk_faster_than_computing_is_waited_for(make_world: Make) -> None:
     async def story(world: World) -> None:
         keys = await stored(world, "fast", 8, in_host=3)

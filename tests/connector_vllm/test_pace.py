@@ -27,7 +27,9 @@ def test_small_steps_do_not_speak_for_whole_prompts() -> None:
     engine = Engine(step_seconds=0.03, tokens_per_second=36_000)
     # Hits: the ends of prompts and decoding.
     engine.steps(16, 1, 130, 1, 63)
-    assert engine.pace.rate(130) == engine.pace.rate(63) == pytest.approx(130 / (0.03 + 130 / 36_000))
+    assert (
+        engine.pace.rate(130) == engine.pace.rate(63) == pytest.approx(130 / (0.03 + 130 / 36_000))
+    )
     assert engine.pace.rate(10_000) == 0.0
     engine.steps(8192, *[100] * 50)
     # A prompt larger than a step is computed in the largest ones.

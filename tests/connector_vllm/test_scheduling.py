@@ -383,7 +383,9 @@ def test_failed_commits_give_their_slots_back(daemon: FakeDaemon) -> None:
 
 def test_a_pool_smaller_than_the_prompt_stores_its_head(daemon: FakeDaemon) -> None:
     small = FakeDaemon(slots=5)
-    engine = MiniEngine(small, settings=Settings(step_wait_seconds=0, idle_credit_bytes=0))
+    engine = MiniEngine(
+        small, settings=Settings(step_wait_seconds=0, idle_credit_bytes=0, answer_seconds=60)
+    )
     engine.run(engine.add(prompt(8 * B), 4))
     # However slow the machine is: what is asked for next has been stored.
     engine.settle()

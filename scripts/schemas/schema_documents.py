@@ -276,12 +276,12 @@ def _prompts() -> Schema:
 def _benches() -> dict[str, Schema]:
     figure = record(
         name=(TEXT, ""),
-        unit=(one_of("GB/s", "ms"), ""),
+        unit=(one_of("GB/s", "ms", "%", "leases", "copies"), ""),
         value=(NUMBER, "median"),
         baseline=(nullable(NUMBER), "median of the same without kvstore; null: there is none"),
         against=(TEXT, "what the baseline is"),
         ratio=(nullable(NUMBER), "value / baseline"),
-        target=(nullable(NUMBER), "least ratio (GB/s), most milliseconds (ms)"),
+        target=(nullable(NUMBER), "least ratio (GB/s), or the most there may be (any other unit)"),
         met=(nullable(TRUTH), "null: there is no target"),
         samples=(several(NUMBER), "that value is the median of"),
     )

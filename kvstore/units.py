@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Final
 
@@ -59,7 +60,10 @@ def _parse(text: str, units: dict[str, float] | dict[str, int], what: str) -> fl
     if match is None or match[2].lower() not in units:
         names = ", ".join(u for u in units if u)
         raise ConfigError(f"{text!r} is not a {what}: write a number and one of {names}")
-    return float(match[1]) * units[match[2].lower()]
+    value = float(match[1]) * units[match[2].lower()]
+    if value == math.inf:
+        raise ConfigError(f"{text[:20]!r}… is more than any {what}")
+    return value
 
 
 def parse_bytes(text: str | int) -> int:

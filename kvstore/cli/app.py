@@ -91,6 +91,10 @@ def main(arguments: list[str] | None = None) -> int:
     except KVStoreError as e:
         print(f"kvstore: {e}".replace("\n", " "), file=sys.stderr)
         return 1
+    except UnicodeEncodeError as e:
+        # Of arguments that are no text; file names may be such, names of anything else may not.
+        print(f"kvstore: {e.object[:100]!r} is not UTF-8", file=sys.stderr)
+        return 1
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:

@@ -24,7 +24,9 @@ def console() -> Console:
     # Imported late, here and below: rich costs more time than most commands take.
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    # No markup: names come from clients, and one such as "[/red]" is a name like any other.
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
 def make_table(title: str, left: Sequence[str], right: Sequence[str] = ()) -> Table:
@@ -63,7 +65,11 @@ def count(value: int) -> str:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return text cut to `width`; of a path, the end is what tells it from others."""
+    """Return text cut to `width`; of a path, the end is what tells it from others.
+
+    Names come from clients: what a terminal would obey, or break a line at, is shown as "?".
+    """
+    text = "".join(c if c.isprintable() else "?" for c in text)
     return text if len(text) <= width else f"…{text[1 - width :]}"
 
 

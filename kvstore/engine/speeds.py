@@ -8,7 +8,8 @@ space measured, and what its own disk store came to, in `speeds` in the state di
      "disk": {store id: [bytes per second, seconds of latency]}, "check": …}
 
 `check` is the XXH3-64 of the line without it. Nothing rests on this but good guesses: it is written
-now and then without a sync, replaced as a whole, and whatever is wrong with it is forgotten.
+now and then without a sync, replaced as a whole, and whatever is wrong with it is forgotten. Nor does
+a start wait for what is there in its place, a FIFO say, or take in more than a record can be.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import stat
 from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
@@ -33,6 +36,8 @@ _VERSION: Final = 1
 # The spaces whose rates were reported last.
 _MOST_SPACES: Final = 1000
 _MOST_STORES: Final = 16
+# A record of so many spaces takes a tenth of it.
+_MOST_BYTES: Final = 16 << 20
 
 
 class Speeds:
@@ -50,10 +55,18 @@ class Speeds:
         self._changed = False
         if path is not None:
             try:
-                self._read(path.read_bytes())
+                self._read(_bytes(path))
             except FileNotFoundError:
                 pass
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except (
+                OSError,
+                ValueError,
+                KeyError,
+                TypeError,
+                AttributeError,
+                OverflowError,
+                RecursionError,
+            ) as error:
                 self._prefill, self._disk = {}, {}
                 log.info("%s is not used, speeds are measured anew: %s", path, error)
 
@@ -119,8 +132,28 @@ class Speeds:
         """
         assert self._path is not None
         scratch = self._path.with_name(self._path.name + ".new")
-        scratch.write_bytes(line)
+        # Whatever a crash, or anybody, left in its place is not written into.
+        scratch.unlink(missing_ok=True)
+        with scratch.open("xb") as out:
+            out.write(line)
         scratch.replace(self._path)
+
+
+def _bytes(path: Path) -> bytes:
+    """Return what is in a file of reasonable size.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no such file.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is no file")
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it has {found.st_size} bytes")
+    return data
 
 
 def _check(line: dict[str, Any]) -> str:

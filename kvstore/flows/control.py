@@ -202,7 +202,7 @@ def _ttl_ms(ttl_s: float) -> int:
         InvalidRequest: it is not above 0, or longer than can be said.
     """
     if not 0 < ttl_s < 1e15:
-        raise InvalidRequest("ttl_s", f"must be above 0, not {ttl_s}")
+        raise InvalidRequest("ttl_s", f"must be above 0 and below 1e15 seconds, not {ttl_s}")
     return max(1, round(ttl_s * 1e3))
 
 

@@ -19,11 +19,13 @@ __all__ = ["limits_in_force", "limits_message", "list_pins", "set_limits", "unix
 
 # So that any answer fits one message.
 _MOST_GROUPS: Final = 10_000
+# A client may pin for 2**64 ms from now on.
+_LAST_UNIX_MS: Final = (1 << 64) - 1
 
 
 def unix_ms(seconds: float) -> int:
-    """Return a Unix time in milliseconds; 0 for `NEVER`."""
-    return 0 if seconds == NEVER else max(1, round(seconds * 1e3))
+    """Return a Unix time in milliseconds, or the last that a message can say; 0 for `NEVER`."""
+    return 0 if seconds == NEVER else min(max(1, round(seconds * 1e3)), _LAST_UNIX_MS)
 
 
 def limits_message(limits: SpaceLimits) -> pb.Limits:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 
-from kvstore.engine.speeds import Speeds
+from kvstore.engine.speeds import Speeds, _check
 from kvstore.rates import Rates
 
 SPACE, STORE = bytes(range(32)), bytes(16)
@@ -82,3 +84,37 @@ def test_spaces_reported_last_are_remembered(tmp_path: Path) -> None:
     assert (
         speeds.prefill(bytes(32), 1000) == speeds.prefill((1000).to_bytes(32, "big"), 1000) == 7.0
     )
+
+
+@pytest.mark.parametrize("kind", ["fifo", "endless", "huge", "nested", "big numbers", "directory"])
+def test_whatever_is_there_instead_a_start_goes_on(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "speeds"
+    for odd in (path, path.with_name("speeds.new")):
+        match kind:
+            case "fifo":
+                os.mkfifo(odd)
+            case "endless":
+                odd.symlink_to("/dev/zero")
+            case "huge":
+                with odd.open("wb") as file:
+                    file.truncate(1 << 30)
+            case "nested":
+                odd.write_bytes(b"[" * 1_000_000)
+            case "big numbers":
+                line = {"version": 1, "prefill": {bytes(32).hex(): {"3": 10**400}}, "disk": {}}
+                odd.write_text(json.dumps(line | {"check": _check(line)}))
+            case "directory":
+                odd.mkdir()
+    speeds = Speeds(path)
+    assert speeds.prefill(bytes(32), 8) == 0.0
+    if kind == "directory":
+        speeds.read_from(STORE, 2e9, 1e-3)
+        line_to_write = speeds.line()
+        assert line_to_write is not None
+        with pytest.raises(OSError, match="speeds"):
+            speeds.write(line_to_write)
+    else:
+        saved(path)
+        assert path.is_file()
+        assert not path.is_symlink()
+        assert Speeds(path).disk(STORE) == (2e9, 1e-3)

@@ -211,8 +211,10 @@ def test_commands_for_people(client: kvstore.Client, daemon: ChildDaemon, tmp_pa
     assert _run("ttl", "clear", *named)[1] == "in force now: host 16 MiB\n"
     assert _run("quota", "clear", *named)[1] == "in force now: disk 24 MiB\n"
 
+    key = bytes(_chain(5, 1).packed).hex()
     for arguments, said in (
         (("quota", "set", *named, "--host", "8 elephants"), "'8 elephants' is not a size: write"),
+        (("quota", "set", *named, "--host", "9" * 400), "'99999999999999999999'… is more than any"),
         (("quota", "set", *named), "quota: give --gpu, --host or --disk"),
         (
             ("quota", "clear", *named, "--tier", "tape"),
@@ -220,6 +222,10 @@ def test_commands_for_people(client: kvstore.Client, daemon: ChildDaemon, tmp_pa
         ),
         (("ttl", "set", "0", *named), "ttl: must be above 0, or none"),
         (("ttl", "set", "soon", *named), "'soon' is not a duration: write"),
+        (("ttl", "set", "9" * 400, *named), "'99999999999999999999'… is more than any"),
+        (("ttl", "set", "99999999999999d", *named), "ttl_s: must be above 0 and below 1e15"),
+        (("pin", *named, key, "--owner", "\udcff", "--for", "1h"), "'\\udcff' is not UTF-8"),
+        (("unpin", "--owner", "\udcff", "--address", daemon.address), "'\\udcff' is not UTF-8"),
         (("pin", *named, "00", "--owner", "x"), "owner: its pins need --for DURATION"),
         (("unpin", "--address", daemon.address), "space: give --space, or --owner alone"),
         (("quota", "--json", "set", *named, "--host", "1"), "options: write them behind set"),
@@ -228,3 +234,29 @@ def test_commands_for_people(client: kvstore.Client, daemon: ChildDaemon, tmp_pa
         assert (code, out) == (1, "")
         assert err.startswith(f"kvstore: {said}"), err
         assert err.count("\n") == 1
+
+
+def test_odd_names_and_ends_break_no_list(client: kvstore.Client, daemon: ChildDaemon) -> None:
+    model = "[/red]\x1b[2J\nmodel"
+    spec = kvstore.SpaceSpec(model=model, dtype="u8", block_tokens=4, shard_bytes=(_BLOCK,))
+    space = client.open_space(spec)
+    space.set_quotas(host=1 << 20)
+    assert _put(space, 6, 2) == 2
+    # A client of another make may name more than a message can say of the end.
+    request = pb.PinRequest(
+        space=space.ref, keys=_chain(6, 2).packed, owner="[/b]:smile:", ttl_ms=(1 << 64) - 1
+    )
+    assert client.link.call("Pin", request, 60.0).blocks == 2
+    assert client.pins()[0].last_end_unix_ms == (1 << 64) - 1
+    assert _info(client, spec).pins_end_unix_ms == (1 << 64) - 1
+    for command in ("pins", "quota", "spaces", "stats"):
+        code, out, err = _run(command, "--address", daemon.address)
+        assert (code, err) == (0, "")
+        assert "\x1b" not in out
+        assert ("[/b]:smile:" if command == "pins" else "[/red]?[2J?model") in out
+        assert _run(command, "--json", "--address", daemon.address)[0] == 0
+    code, out, err = _run("top", "--once", "--address", daemon.address)
+    assert (code, err) == (0, "")
+    assert "\x1b" not in out
+    assert client.unpin_owner("[/b]:smile:") == 2
+    space.set_quotas(host=None)

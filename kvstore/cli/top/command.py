@@ -96,7 +96,7 @@ def top(
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
-    console = Console(width=width, highlight=False, soft_wrap=False)
+    console = Console(width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
     view = View(interval_s=seconds)
     with connect(address) as client:
         if once:

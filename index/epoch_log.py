@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Final, Self
 import xxhash
 
 from kvstore.errors import FormatVersionError
+from kvstore.regular_file import read_regular
 from kvstore.syncpoint import reach
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class EpochLog:
             OSError: it cannot be read.
         """
         try:
-            data = path.read_bytes()
+            data = read_regular(path)
         except FileNotFoundError:
             log = cls(path, {}, 0)
             log.missing = True

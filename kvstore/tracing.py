@@ -291,6 +291,20 @@ def set_up(service: str, version: str) -> None:
         TracingUnavailable: one line says why; nothing is recorded.
     """
     global _provider
+    try:
+        provider = _new_provider(service, version)
+    except TracingUnavailable:
+        raise
+    except Exception as error:
+        # Whatever OpenTelemetry makes of a variable that it does not understand: it raises what
+        # it likes, and only here.
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise TracingUnavailable(f"OpenTelemetry does not accept its settings: {text}") from error
+    _provider = provider
+    use_provider(provider)
+
+
+def _new_provider(service: str, version: str) -> Any:
     exporter = _exporter(wanted())
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -302,8 +316,7 @@ def set_up(service: str, version: str) -> None:
         attributes["service.name"] = service
     provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    _provider = provider
-    use_provider(provider)
+    return provider
 
 
 def _line(recorded: Any) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -41,6 +42,9 @@ OwnerOption = Annotated[
 ]
 AllOption = Annotated[bool, typer.Option("--all", help="Take every block of the space.")]
 
+# Those that are too large for one are told apart later.
+_TOKEN: Final = re.compile(r"[0-9]{1,18}", re.ASCII)
+
 
 def read_tokens(file: Path) -> list[int]:
     """Return the token ids in a file.
@@ -52,10 +56,12 @@ def read_tokens(file: Path) -> list[int]:
         words = file.read_text().replace(",", " ").split()
     except (OSError, UnicodeDecodeError) as e:
         raise InvalidRequest("tokens", f"cannot read {file}: {e}") from e
-    try:
-        return [int(word) for word in words]
-    except ValueError as e:
-        raise InvalidRequest("tokens", f"{file}: {e}") from e
+    wrong = next((word for word in words if not _TOKEN.fullmatch(word)), None)
+    if wrong is not None:
+        raise InvalidRequest("tokens", f"{file}: {wrong[:20]!r} is no token id")
+    if not words:
+        raise InvalidRequest("tokens", f"{file}: holds no token ids")
+    return [int(word) for word in words]
 
 
 def prompt_keys(tokens: list[int], spec: SpaceSpec) -> Keys:

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Final
 import xxhash
 
 from kvstore.engine.steady_clock import Reading, SteadyClock
+from kvstore.regular_file import read_regular
 from kvstore.syncpoint import reach
 from kvstore.tiers.pool_copy import undisturbed
 from kvstore.units import MIB
@@ -143,7 +144,7 @@ class DiskBudget:
 
     def _load(self) -> None:
         try:
-            text = self._path.read_text()
+            text = read_regular(self._path).decode()
         except FileNotFoundError:
             return
         except (OSError, UnicodeDecodeError) as error:

@@ -61,6 +61,7 @@ import xxhash
 
 from kvstore.errors import FormatVersionError
 from kvstore.index.epoch_log import sync_directory
+from kvstore.regular_file import read_regular
 from kvstore.space import BlockShape
 from kvstore.syncpoint import reach
 from kvstore.tiers.base import Slot
@@ -353,7 +354,7 @@ def read_host_index(path: Path) -> HostIndex | None:
         OSError: it cannot be read.
     """
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except FileNotFoundError:
         return None
     return decode(data, str(path))

@@ -17,13 +17,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import stat
 from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
 
 from kvstore.rates import Rates
+from kvstore.regular_file import read_regular
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +54,7 @@ class Speeds:
         self._changed = False
         if path is not None:
             try:
-                self._read(_bytes(path))
+                self._read(read_regular(path, _MOST_BYTES))
             except FileNotFoundError:
                 pass
             except (
@@ -137,23 +136,6 @@ class Speeds:
         with scratch.open("xb") as out:
             out.write(line)
         scratch.replace(self._path)
-
-
-def _bytes(path: Path) -> bytes:
-    """Return what is in a file of reasonable size.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such file.
-    """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("it is no file")
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise ValueError(f"it has {found.st_size} bytes")
-    return data
 
 
 def _check(line: dict[str, Any]) -> str:

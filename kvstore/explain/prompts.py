@@ -133,7 +133,7 @@ def _prompt(line: int, text: str) -> Prompt:
     """
     try:
         fields = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise NotAPrompt(f"is no JSON ({error})") from error
     if not isinstance(fields, dict):
         raise NotAPrompt("is no JSON object")

@@ -100,7 +100,7 @@ class Trace:
     def _object(self, line: str) -> dict[str, Any]:
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._wrong(f"is no JSON ({error})") from error
         if not isinstance(value, dict):
             raise self._wrong("is no JSON object")

@@ -124,8 +124,12 @@ def _lock_state(state: Path) -> int:
         raise ConfigError(
             f"state: {state} is in use by another daemon (pid {holder or 'unknown'})"
         ) from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(f"state: {state / 'lock'}: {error.strerror}") from error
     return fd
 
 

@@ -94,6 +94,11 @@ class KVStoreService(rpc.KVStoreServicer):
         return parent if any(parent) else b""
 
     @staticmethod
+    def _check_request_id(request_id: str) -> None:
+        if len(request_id) > _REQUEST_ID_CHARS:
+            raise InvalidRequest("request_id", f"is longer than {_REQUEST_ID_CHARS} characters")
+
+    @staticmethod
     def _owner(owner: str) -> str:
         if len(owner.encode()) > _OWNER_BYTES or not owner.isprintable():
             raise InvalidRequest("owner", f"must be printable, of at most {_OWNER_BYTES} bytes")
@@ -166,8 +171,7 @@ class KVStoreService(rpc.KVStoreServicer):
         rate = request.prefill_tokens_per_second
         if not 0 <= rate < math.inf:
             raise InvalidRequest("prefill_tokens_per_second", f"{rate} is no rate")
-        if len(request.request_id) > _REQUEST_ID_CHARS:
-            raise InvalidRequest("request_id", f"is longer than {_REQUEST_ID_CHARS} characters")
+        self._check_request_id(request.request_id)
         acquired = self.engine.acquire(
             self._writer(request.attachment_id),
             space,
@@ -392,6 +396,7 @@ class KVStoreService(rpc.KVStoreServicer):
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         """Say why a run ends."""
         if request.request_id:
+            self._check_request_id(request.request_id)
             return explanation_message(explain_request(self.engine, request.request_id))
         space = self.engine.index.spaces.get(request.space.id)
         if space is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +23,9 @@ __all__ = ["ServiceManager"]
 log = logging.getLogger(__name__)
 
 _EXTENSION_SECONDS: Final = 10
+_MICROSECONDS: Final = re.compile("[0-9]{1,20}")
+# More often than that nobody is watched; a loop that does nothing but say so is no help.
+_SHORTEST_WATCH_SECONDS: Final = 0.1
 # For what a manager must not miss. Its queue is short, and it reads at once.
 _PATIENCE_SECONDS: Final = 1.0
 
@@ -46,9 +50,9 @@ class ServiceManager:
     def _watchdog_seconds(environment: Mapping[str, str]) -> float:
         """Return how often the manager wants to hear; 0: never."""
         text, pid = environment.get("WATCHDOG_USEC", ""), environment.get("WATCHDOG_PID", "")
-        if not text.isdecimal() or (pid and pid != str(os.getpid())):
+        if not _MICROSECONDS.fullmatch(text) or (pid and pid != str(os.getpid())):
             return 0.0
-        return int(text) / 1e6
+        return max(int(text) / 1e6, _SHORTEST_WATCH_SECONDS) if int(text) else 0.0
 
     def ready(self, status: str) -> None:
         """Say that the daemon serves, and begin to say that it lives. Needs a running loop.
@@ -81,7 +85,7 @@ class ServiceManager:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as out:
                 out.settimeout(seconds)
-                out.sendto(message.encode(), self._address)
+                out.sendto(message.encode(errors="replace"), self._address)
         except OSError as error:
             if not self._warned:
                 log.warning("the service manager cannot be told: %s", error)

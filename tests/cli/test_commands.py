@@ -220,7 +220,10 @@ def test_flush_prefetch_drain(daemon: Daemon) -> None:
         (("evict", "--space", "ID", "--all", "--tier", "gpu"), "tier: "),
         (("evict", "--space", "ID", "--all", "--tier", "attic"), "tier: "),
         (("pin", "--space", "ID", "--tokens", "/nowhere"), "tokens: cannot read /nowhere"),
-        (("prefetch", "--space", "ID", "--tokens", "/dev/null"), "tokens: 0 tokens fill no block"),
+        (
+            ("prefetch", "--space", "ID", "--tokens", "/dev/null"),
+            "tokens: /dev/null: holds no token ids",
+        ),
         (("prefetch", "--space", "ID", "11" * 16, "--tier", "gpu"), "tier: "),
         (
             ("prefetch", "--space", "ID", "11" * 16, "--deadline", "soon"),

@@ -102,6 +102,7 @@ def test_json_has_its_documented_fields(prompts: Path) -> None:
     ("line", "problem"),
     [
         (b"{", "is no JSON"),
+        (b"[" * 200_000, "is no JSON (maximum recursion depth exceeded"),
         (b"7", "is no JSON object"),
         (b'{"text": "x"}', 'has neither a text "prompt" nor a list "messages"'),
         (b'{"messages": []}', "messages: is no list of messages"),

@@ -157,6 +157,11 @@ def test_a_recent_request_by_its_name(asker: Asker) -> None:
     done = asker.run("--request", "nobody")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert done.stderr.startswith("kvstore: request_id: 'nobody' is none of the last ")
+    done = asker.run("--request", "x" * 50_000)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "kvstore: request_id: is longer than 256 characters\n",
+    )
 
 
 def test_an_asynchronous_client_explains_too(asker: Asker) -> None:
@@ -208,3 +213,21 @@ def test_a_wrong_question_is_one_line(
     assert (done.returncode, done.stdout) == (code, "")
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ("", "holds no token ids"),
+        ("1, -5", "'-5' is no token id"),
+        ("1 " + "[" * 5000, f"'{'[' * 20}' is no token id"),
+        ("9" * 23, f"'{'9' * 20}' is no token id"),
+    ],
+)
+def test_a_file_without_token_ids_is_one_line(
+    asker: Asker, tmp_path: Path, tokens: str, said: str
+) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(tokens)
+    done = asker.run(SPEC.fingerprint.hex()[:12], "--tokens", str(file))
+    assert (done.returncode, done.stderr) == (1, f"kvstore: tokens: {file}: {said}\n")

@@ -145,6 +145,7 @@ GOOD = '{"timestamp": 0, "input_length": 512, "hash_ids": [1]}'
     ("line", "problem"),
     [
         ("{", "is no JSON"),
+        ("[" * 200_000, "is no JSON (maximum recursion depth exceeded"),
         ("[]", "is no JSON object"),
         ('{"timestamp": 1}', "hash_ids: a list of numbers is missing"),
         ('{"timestamp": 1, "hash_ids": ["a"]}', "hash_ids: 'a' is no number"),

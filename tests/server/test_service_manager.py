@@ -111,3 +111,31 @@ def test_a_manager_that_is_gone_or_does_not_read_stops_nothing(
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
     assert all(line.startswith("the service manager cannot be told") for line in told)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("60000000", 60.0),
+        ("1", 0.1),
+        ("0", 0.0),
+        ("", 0.0),
+        ("-5", 0.0),
+        ("soon", 0.0),
+        ("\u0663", 0.0),
+        ("9" * 400, 0.0),
+        ("9" * 5000, 0.0),
+    ],
+)
+def test_a_watchdog_that_makes_no_sense_is_none_or_a_slow_one(text: str, seconds: float) -> None:
+    assert ServiceManager._watchdog_seconds({"WATCHDOG_USEC": text}) == seconds
+
+
+def test_a_status_that_is_no_text_is_told_all_the_same(manager: Manager) -> None:
+    async def run() -> None:
+        told = ServiceManager({"NOTIFY_SOCKET": manager.path})
+        told.ready("listens at \udcff")
+        told.close()
+
+    asyncio.run(run())
+    assert manager.hear()["STATUS"] == "listens at ?"

@@ -13,8 +13,9 @@ import pytest
 from raw_calls import Raw, chain, status
 
 from kvstore.config import load_config
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.regular_file import read_regular
 from kvstore.server import serve
 
 
@@ -65,3 +66,34 @@ def test_a_store_that_fails_is_unavailable_and_what_is_cached_is_served_on(
     assert server.kv.Lookup(pb.LookupRequest(space=space, keys=keys)).blocks == 4
     epochs.rmdir()
     assert server.kv.BumpEpoch(pb.BumpEpochRequest(space=space)).space.epoch > space.epoch
+
+
+@pytest.mark.parametrize("name", ["epochs", "host-index", "write-budget", "speeds"])
+def test_a_fifo_in_place_of_a_file_is_no_file(tmp_path: Path, name: str) -> None:
+    # Opening one waits for somebody who writes: a start would never end.
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(OSError, match=f"is no regular file: .*{name}"):
+        read_regular(tmp_path / name)
+    with pytest.raises(OSError, match="is no regular file"):
+        read_regular(Path("/dev/zero"))
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "file").write_bytes(b"1234")
+    assert read_regular(tmp_path / "link", 4) == b"1234"
+    with pytest.raises(OSError, match="has 4 bytes"):
+        read_regular(tmp_path / "link", 3)
+
+
+def test_odd_files_in_a_state_directory_hold_up_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.server.daemon.set_up_logging", lambda config: None)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+    for name in ("lock", "epochs"):
+        state = tmp_path / name
+        state.mkdir()
+        os.mkfifo(state / name)
+        config = load_config(
+            {"state": str(state), "listen": [f"unix://{tmp_path}/k"], "host_pool": "16MiB"}
+        )
+        with pytest.raises(KVStoreError, match=f"{state / name}"):
+            serve(config)

@@ -190,6 +190,27 @@ def test_what_cannot_be_had_is_said_in_a_line(
     assert not tracing.recording()
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "protocol"),
+    [
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon", "grpc"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "zip", "grpc"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "0", "http/protobuf"),
+        ("OTEL_BSP_SCHEDULE_DELAY", "-4", "http/protobuf"),
+    ],
+)
+def test_a_setting_that_opentelemetry_refuses_costs_the_traces_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, protocol: str
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(tracing.TracingUnavailable, match="does not accept its settings: .+"):
+        tracing.set_up("kvstore", "1")
+    assert not tracing.recording()
+
+
 def test_what_a_program_sets_up_late_is_found() -> None:
     program = """
 import time

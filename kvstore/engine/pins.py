@@ -14,7 +14,8 @@ Commit protocol
 
 Killed before 2 the old pins are there, after it the new ones. Recovery: pins of blocks that are
 back are in force; the others, and those that expired, are deleted. A block that leaves takes its
-pins with it at once, and the records at the next start.
+pins with it at once, and their records at the next look at all pins, or before anybody unpins: what
+is stored under its key later is nobody's, over a restart too.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class Pins:
         self._until: dict[bytes, dict[bytes, dict[str, float]]] = {}
         # Per space, no later than the first expiry; exact after each look at all pins.
         self._first_end: dict[bytes, float] = {}
+        # Of blocks that are gone: still stored. Space id and name.
+        self._forgotten: list[tuple[bytes, _Name]] = []
         self._turn = asyncio.Lock()
 
     def counts(self) -> dict[bytes, int]:
@@ -137,6 +140,7 @@ class Pins:
             StoreDamaged: those that are not unpinned yet are still pinned.
         """
         async with self._turn:
+            await self._drop_forgotten()
             pinned = self._until.get(space.id, {})
             wanted = list(pinned if keys is None else dict.fromkeys(keys))
             dropped = 0
@@ -194,6 +198,7 @@ class Pins:
         """
         now = time.time()
         async with self._turn:
+            await self._drop_forgotten()
             for space_id, pinned in list(self._until.items()):
                 if self.first_end(space_id) == NEVER:
                     continue
@@ -211,8 +216,9 @@ class Pins:
                 self._first_end[space_id] = first
 
     def forget(self, block: Block) -> None:
-        """The block is gone; a stored pin is dropped at the next start, if it is not back."""
-        self._until.get(block.space.id, {}).pop(block.key, None)
+        """The block is gone, and its pins; what is stored of them goes soon."""
+        owners = self._until.get(block.space.id, {}).pop(block.key, {})
+        self._forgotten += [(block.space.id, (block.key, owner)) for owner in owners]
 
     def forget_space(self, space: SpaceIndex) -> list[_Name]:
         """The space's blocks are gone; return the pins that `delete_stored` is to delete."""
@@ -251,6 +257,19 @@ class Pins:
                 self._first_end[pin.space_id] = min(until, self.first_end(pin.space_id))
         if lost:
             self._store.store.delete_pins(lost)
+
+    async def _drop_forgotten(self) -> None:
+        """Delete what is stored of forgotten pins, unless they were pinned again since."""
+        while self._forgotten:
+            part = self._forgotten[:_PART]
+            by_space: dict[bytes, list[_Name]] = {}
+            for space_id, (key, owner) in part:
+                if owner not in self._until.get(space_id, {}).get(key, ()):
+                    by_space.setdefault(space_id, []).append((key, owner))
+            for space_id, names in by_space.items():
+                await self._drop(space_id, names)
+            # Only now: if the store fails, they are tried again.
+            del self._forgotten[: len(part)]
 
     async def _drop(self, space_id: bytes, names: Sequence[_Name]) -> None:
         if not names:

@@ -155,3 +155,35 @@ def test_a_pin_that_cannot_be_stored_leaves_those_of_others_and_the_one_before(
         check(engine)
 
     make_world(store_class=Fragile).run(story)
+
+
+@pytest.mark.parametrize("by", ["expiry", "unpin"])
+def test_pins_of_a_block_that_was_lost_do_not_come_back_with_it(make_world: Make, by: str) -> None:
+    world = make_world()
+    keys = chain("lost", 4)
+
+    async def lose(world: World) -> None:
+        engine = world.engine
+        await world.player().put(keys)
+        await world.settle()
+        await engine.pin(world.space, keys, 0.0)
+        await engine.pin(world.space, keys, 600.0, "session")
+        engine.removal.corrupt(world.block(keys[1]))
+        await world.player().put(keys)
+        await world.settle()
+        assert _pinned(world) == {keys[0]}
+        # The other one's new pin is none of those that are lost.
+        await engine.pin(world.space, keys[:2], 600.0, "another")
+        if by == "unpin":
+            assert await engine.pins.unpin(world.space, None, "session") == 1
+        else:
+            await engine.pins.expire()
+        left = {(keys[0], ""), (keys[0], "another"), (keys[1], "another")}
+        assert _stored(world) == (left if by == "unpin" else left | {(keys[0], "session")})
+        check(engine)
+
+    async def again(world: World) -> None:
+        assert len(world.space.blocks) == 4
+        assert _pinned(world) == set(keys[:2])
+
+    world.run(lose, again)

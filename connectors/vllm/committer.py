@@ -73,10 +73,15 @@ class Committer:
                 log_once(logging.WARNING, "a commit failed: %s %s", type(error).__name__, error)
             except Exception as error:  # noqa: BLE001 - the thread's boundary: fail this store
                 log_once(logging.ERROR, "a commit failed: %r", error, exc_info=True)
-            if not outcomes:
-                # What was committed nevertheless is not in the grant any more.
-                self._abort(store)
-            self._done(store, outcomes or bytes(len(store.slots)))
+            try:
+                try:
+                    if not outcomes:
+                        # What was committed nevertheless is not in the grant any more.
+                        self._abort(store)
+                finally:
+                    self._done(store, outcomes or bytes(len(store.slots)))
+            except Exception as error:  # noqa: BLE001 - the thread's boundary: go on with others
+                log_once(logging.ERROR, "a commit's end failed: %r", error, exc_info=True)
 
     def _abort(self, store: Store) -> None:
         for grant in np.unique(store.grants):

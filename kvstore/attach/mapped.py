@@ -42,6 +42,13 @@ class Pins(Protocol):
     def range_bytes(self) -> int:
         """How much to pin in one call, about."""
 
+    def use_device(self) -> None:
+        """Make the GPU the calling thread's device. Must not raise.
+
+        A thread that has used none goes back to the first one when it has opened or closed device
+        memory, and takes memory there for a context that nobody needs.
+        """
+
     def pin(self, address: int, length: int) -> bool:
         """Pin a range, and rest if somebody needs the GPU; return whether it is pinned.
 

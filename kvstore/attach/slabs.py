@@ -193,6 +193,8 @@ class SlabTable:
     def _close_all(self, slabs: list[MappedSlab]) -> None:
         """Close the last slabs, and then the device memory that they may lie in."""
         _close(slabs)
+        if self._pins is not None:
+            self._pins.use_device()
         try:
             self._device.close()
         except CudaError as error:
@@ -245,6 +247,8 @@ class SlabTable:
         except AttachmentLost:
             return 0
         try:
+            if pins is not None:
+                pins.use_device()
             slab = self.slab(group, shard)
             if pins is not None:
                 if not slab.device_uuid:

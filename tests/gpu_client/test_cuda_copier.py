@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from cuda_world import BLOCKS, BOOT, GROUP_BLOCKS, SHAPES, Make, Result, pattern
+from fake_cuda import COMPUTE
+from numpy.typing import NDArray
 
 from kvstore.attach.mapped import DEVICE, PAGEABLE, PINNED
 from kvstore.connectors.vllm.copier import SlotRun
+from kvstore.connectors.vllm.cuda import pipe
 from kvstore.connectors.vllm.cuda.routes import Route
 from kvstore.cudart import CudaError
 
@@ -273,7 +280,7 @@ def test_stores_that_would_hold_up_the_engine_are_given_up_at_once(make: Make) -
 
 
 def test_a_slow_store_is_given_up_when_its_blocks_get_new_owners(make: Make) -> None:
-    """The engine does not wait until the CPU has copied what nobody needs."""
+    """Nor does the engine wait for the one before it, whose blocks nobody wants."""
     world = make(Route.RING, reach=PAGEABLE)
     world.compute([1, 2, 3, 4], 1)
     free = threading.Event()
@@ -283,22 +290,128 @@ def test_a_slow_store_is_given_up_when_its_blocks_get_new_owners(make: Make) -> 
 
     world.copier._slow_lanes[False].submit(hold_up)
     store = world.store([1, 2, 3, 4], 0)
-    [flight] = world.copier._storing.values()
-
-    def let_go() -> None:
-        while not flight.given_up:
-            threading.Event().wait(0.001)
-        free.set()
-
-    other = threading.Thread(target=let_go)
-    other.start()
-    world.copier.reuse(np.array([3], np.int32))
-    other.join()
+    reused = threading.Thread(target=world.copier.reuse, args=(np.array([3], np.int32),))
+    reused.start()
+    reused.join(60)
+    assert not reused.is_alive()
+    free.set()
     assert store.wait() is False
     assert not world.memory.any()
     # Those who come after are not affected.
     assert world.store([1, 2, 3, 4], 0).wait() is True
     assert (world.memory[0].reshape(GROUP_BLOCKS, -1)[2] == pattern(1, 3)).all()
+
+
+def test_a_slow_store_under_way_is_given_up_between_two_chunks(make: Make) -> None:
+    """The engine waits until nothing reads its blocks, and for no more."""
+    world = make(Route.RING, reach=PAGEABLE)
+    blocks = list(range(24))
+    world.compute(blocks, 1)
+    begun, batches = threading.Event(), list[int]()
+
+    def held_up(*columns: NDArray[np.uint64]) -> None:
+        batches.append(len(columns[0]))
+        begun.set()
+        [flight] = world.copier._readers.find(None).values()
+        while not flight.given_up:
+            time.sleep(0.001)
+
+    world.cuda.batch = held_up
+    store = world.store(blocks, *range(6))
+    assert begun.wait(60)
+    world.copier.reuse(np.array([3], np.int32))
+    world.compute(blocks, 2)
+    assert store.wait() is False
+    assert len(batches) == 1
+    world.cuda.batch = lambda *_: None
+    assert world.store(blocks, *range(6)).wait() is True
+    assert (world.memory[0].reshape(GROUP_BLOCKS, -1)[0] == pattern(2, 0)).all()
+
+
+def test_a_broken_copy_by_the_cpu_has_ended_when_it_says_so(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots may be somebody else's right afterwards."""
+    world = make(Route.RING, reach=PAGEABLE)
+    calls, copied = itertools.count(), list[bool]()
+
+    def copy(to: NDArray[np.uint64], of: NDArray[np.uint64], length: int) -> None:
+        call = next(calls)
+        if call == 1:  # one of the two that copy the second chunk
+            raise OSError("an address is not mapped")
+        time.sleep(0.05 * call)
+        copied.append(world.users > 0)
+
+    monkeypatch.setattr(pipe, "copy_batch", copy)
+    assert world.store(list(range(8)), 0, 1).wait() is False
+    assert copied == [True, True]
+
+
+def failing_once(call: Callable[..., Any], when: Callable[..., bool]) -> Callable[..., Any]:
+    """Return a call of the runtime that fails the first time that its arguments are like that."""
+    failed = list[bool]()
+
+    def once(*arguments: Any, **options: Any) -> Any:
+        if not failed and when(*arguments, **options):
+            failed.append(True)
+            raise CudaError(2, "out of memory (2)")
+        return call(*arguments, **options)
+
+    return once
+
+
+def test_an_early_load_that_the_engine_cannot_wait_for_is_reported(make: Make) -> None:
+    world = make(Route.RING)
+    world.cuda.stream_wait_event = failing_once(  # type: ignore[method-assign]
+        world.cuda.stream_wait_event, lambda stream, event: stream == COMPUTE
+    )
+    failed = world.load([1, 2, 3, 4], 0, idle=True)
+    assert failed.early is False
+    assert not failed.wait().any()
+    world.copier.settle()
+    later = world.load([1, 2, 3, 4], 0, idle=True)
+    assert later.early
+    assert later.wait().all()
+    world.copier.settle()
+
+
+def test_a_load_from_a_daemon_found_late_is_reported_though_it_cannot_begin(make: Make) -> None:
+    world = make(Route.RING, boot_id=b"another")
+    world.cuda.event_record = failing_once(  # type: ignore[method-assign]
+        world.cuda.event_record, lambda event, stream: stream == COMPUTE
+    )
+    assert not world.load([1, 2, 3, 4], 0).wait().any()
+
+
+def test_a_load_that_gets_no_event_leaves_every_event_with_one_owner(make: Make) -> None:
+    world = make(Route.RING, reach=DEVICE)
+    world.cuda.event_create = failing_once(  # type: ignore[method-assign]
+        world.cuda.event_create, lambda *, timing=False, spin=False: spin
+    )
+    assert not world.load([1, 2, 3, 4], 0).wait().any()
+    events = world.copier._events
+    taken = [events.take() for _ in range(4)]
+    assert len(set(taken)) == 4
+    for event in taken:
+        events.give(event)
+
+
+def test_whoever_fails_to_hear_of_a_load_holds_up_nobody(make: Make) -> None:
+    world = make(Route.RING, inbound_blocks=4)
+    world.fill(0, 1)
+    run = SlotRun(world.slots(0), BOOT)
+
+    def broken(_: object) -> None:
+        raise RuntimeError("not listening")
+
+    blocks = np.array([1, 2, 3, 4], np.int32)
+    assert world.copier.load(blocks, run, 0, lambda _: None, broken, idle=True)
+    assert not world.copier.load(blocks, run, 0, broken)
+    settled = threading.Thread(target=world.copier.settle)
+    settled.start()
+    settled.join(60)
+    assert not settled.is_alive()
+    assert world.load([1, 2, 3, 4], 0).wait().all()
 
 
 @pytest.mark.parametrize("operations", range(4, 60, 4))

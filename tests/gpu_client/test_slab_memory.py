@@ -33,28 +33,35 @@ class Runtime:
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
         self.failing = 0
-        self.relaxed = False
+        # Threads that have taken the device, and may work beside a capture.
+        self.used: set[int] = set()
+        self.relaxed: set[int] = set()
         self.opened: list[bytes] = []
         self.closed: list[int] = []
         self.allocation = np.arange(16 * SLOT, dtype=np.uint8)
 
     def set_device(self, device: int) -> None:
         assert device == 3
+        self.used.add(threading.get_ident())
 
     def relax_capture(self) -> None:
-        self.relaxed = True
+        self.relaxed.add(threading.get_ident())
+
+    def check_thread(self) -> None:
+        # The engine may be capturing a graph.
+        assert threading.get_ident() in self.used & self.relaxed
 
     def host_register(self, address: int, length: int) -> None:
         if self.failing:
             self.failing -= 1
             raise CudaError(2, "cudaHostRegister: out of memory (2)")
-        # The engine may be capturing a graph.
-        assert self.relaxed
+        self.check_thread()
         # It must be there, to the last byte.
         (ctypes.c_uint8 * length).from_address(address)[length - 1]
         self.registered[address] = length
 
     def host_unregister(self, address: int) -> None:
+        self.check_thread()
         length = self.registered.pop(address)
         (ctypes.c_uint8 * length).from_address(address)[length - 1]
 
@@ -268,6 +275,35 @@ def test_gpu_slabs_lie_at_their_offset_in_an_allocation_that_is_opened_once(worl
         assert not world.runtime.closed
     assert world.runtime.opened == [b"h" * 64]
     assert world.runtime.closed == [base]
+
+
+def test_threads_that_open_and_close_gpu_slabs_use_that_gpu_alone(
+    world: World, until: Until
+) -> None:
+    """Or they would make a context on the first one, and break the capture of a graph."""
+    opened = list[int]()
+    runtime = world.runtime
+    open_memory, close_memory = runtime.ipc_open, runtime.ipc_close
+
+    def opening(handle: bytes) -> int:
+        runtime.check_thread()
+        opened.append(threading.get_ident())
+        return open_memory(handle)
+
+    def closing(address: int) -> None:
+        runtime.check_thread()
+        close_memory(address)
+
+    runtime.ipc_open, runtime.ipc_close = opening, closing  # type: ignore[method-assign]
+    world.table.pin_with(world.pins)
+    world.gpu(1, 0)
+    assert world.table.wait_filled(60.0)
+    assert opened
+    assert opened != [threading.get_ident()]
+    ender = threading.Thread(target=lambda: world.table.end("over", lambda: None))
+    ender.start()
+    ender.join()
+    until(lambda: len(runtime.closed) == 1)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ What runs where:
 - Slabs are pinned in the background (`pins`); an engine that starts waits for that before it serves.
   What is not pinned goes through a pinned bounce buffer, on a thread per direction (`pipe.Bounce`),
   because that takes copies by the CPU. A store that is still in it when its blocks are handed out is
-  given up between two chunks: the engine waits for that, not for the rest.
+  given up between two chunks: the engine waits for that, not for the rest, and for nothing where the
+  store has not begun.
 - A load of a daemon run that this process has not found yet waits for it on a thread.
 
 Which way bytes go (`routes`):

@@ -30,6 +30,7 @@ from kvstore.connectors.vllm.copier import ATTACH_SECONDS, Lane, SlotRun
 from kvstore.connectors.vllm.cuda.events import Events
 from kvstore.connectors.vllm.cuda.flight import Flight
 from kvstore.connectors.vllm.cuda.pipe import GivenUp, Mover, Pipe, Runtime
+from kvstore.connectors.vllm.cuda.readers import Readers
 from kvstore.connectors.vllm.cuda.routes import Job, Route, job_of, route_of
 from kvstore.connectors.vllm.geometry import Geometry
 from kvstore.connectors.vllm.guard import log_once
@@ -131,12 +132,9 @@ class CudaCopier:
         self._late_loads: Final = Lane("kvstore-late", self._use_device)
         self._events: Final = Events(device)
         self._spinning: Final = Events(device, spin=True)
-        # Which store reads a block, by number; the engine's thread alone writes it.
-        self._reader = np.zeros(geometry.blocks, np.int64)
-        self._numbers = 0
+        self._readers: Final = Readers(geometry.blocks)
         self._guard = threading.Lock()
         self._changed = threading.Condition(self._guard)
-        self._storing: dict[int, Flight] = {}
         self._early = 0
         # Loads of host slots that are not submitted yet, in order, and bytes of those that are.
         self._queue: deque[tuple[Flight, Job]] = deque()
@@ -178,8 +176,9 @@ class CudaCopier:
             elif job.least == DEVICE:
                 # Not behind those that are on the bus.
                 pipe, lane = self._near, self._near_loads
+                spinning = self._spinning.take()
                 self._events.give(flight.done)
-                flight.done, flight.spins = self._spinning.take(), True
+                flight.done, flight.spins = spinning, True
                 self._submit(pipe, flight, job, to_cache=True)
             else:
                 flight.length = len(blocks) * self._geometry.block_bytes
@@ -189,6 +188,8 @@ class CudaCopier:
                     landed = None
             if landed is not None and not self._intact(flight, run):
                 landed = None
+            if landed is not None:
+                self._device.stream_wait_event(self._device.compute_stream(), flight.done)
         except Exception as error:  # noqa: BLE001 - the boundary: fail this load
             _tell("load", error)
             if flight is None:
@@ -197,7 +198,6 @@ class CudaCopier:
             flight.failed, landed = True, None
             flight.submitted.set()
         if landed is not None:
-            self._device.stream_wait_event(self._device.compute_stream(), flight.done)
             with self._guard:
                 self._early += 1
             done(np.ones(len(blocks), np.bool_))
@@ -212,7 +212,12 @@ class CudaCopier:
         done: Callable[[NDArray[np.bool_]], None],
     ) -> None:
         """Load from a daemon that another process of the engine has found a moment before."""
-        begun = self._begun()
+        try:
+            begun = self._begun()
+        except KVStoreError as error:
+            _tell("load", error)
+            done(np.zeros(len(blocks), np.bool_))
+            return
 
         def load() -> None:
             self._attachment.wait_run(run.boot_id, ATTACH_SECONDS)
@@ -295,15 +300,18 @@ class CudaCopier:
         except KVStoreError as error:
             _tell("load", error)
         finally:
-            self._leave(flight)
-            if landed is None:
-                done(right)
-            else:
-                landed(bool(right.all()))
-            with self._changed:
-                self._inbound -= flight.length
-                self._early -= landed is not None
-                self._changed.notify_all()
+            try:
+                self._leave(flight)
+                if landed is None:
+                    done(right)
+                else:
+                    landed(bool(right.all()))
+            finally:
+                # Who settles waits for this, and so do loads that are not submitted yet.
+                with self._changed:
+                    self._inbound -= flight.length
+                    self._early -= landed is not None
+                    self._changed.notify_all()
 
     def _rehearse(self, flight: Flight) -> None:
         """Compare generations for nothing, so that it is a matter of microseconds afterwards."""
@@ -333,13 +341,7 @@ class CudaCopier:
                 self._leave(flight)
                 done(False)
                 return
-            number = self._numbers = self._numbers + 1
-            with self._guard:
-                # Blocks that are stored twice at a time (the daemon restarted) have two readers.
-                others = set(self._storing).intersection(self._reader[flat].tolist())
-                flight.before = others.union(*(self._storing[one].before for one in others))
-                self._storing[number] = flight
-            self._reader[flat] = number
+            number = self._readers.add(flat, flight)
             if slowly:
                 self._submit_slowly(flight, job, to_cache=False)
             else:
@@ -365,45 +367,38 @@ class CudaCopier:
     def _stored(self, number: int, flight: Flight, done: Callable[[bool], None]) -> None:
         """On the stores' thread: wait for a store."""
         arrived = self._arrived("store", self._out, flight)
+        self._readers.remove(number)
         with self._guard:
-            # From here on nobody waits for its events any more.
-            self._storing.pop(number, None)
             self._slow_bytes -= flight.length
         self._leave(flight)
         done(arrived)
 
     def reuse(self, blocks: NDArray[np.int32] | None) -> None:
         """See `Copier.reuse`: the compute stream waits; loads submitted later wait for it."""
-        with self._guard:
-            if not self._storing:
-                return
-            reading = set(self._storing)
-            if blocks is not None:
-                reading &= set(np.unique(self._reader[blocks]).tolist())
-                reading.update(*(self._storing[number].before for number in reading))
-                reading.intersection_update(self._storing)
-            flights = [self._storing[number] for number in sorted(reading)]
-        for flight in flights:
+        found = self._readers.find(blocks)
+        for flight in found.values():
             if not flight.submitted.is_set():
                 # One that the CPU must help with. Rather store less than let the engine wait.
-                flight.given_up = True
+                with self._guard:
+                    flight.given_up = True
+                    begun = flight.begun_by_cpu
+                if not begun:
+                    # It reads nothing, and those before it may take a second.
+                    continue
                 flight.submitted.wait()
             if flight.failed:
                 self._slow[False].synchronize()
                 if not flight.given_up:
                     self._out.synchronize()
-        with self._guard:
+        if found:
             compute = self._device.compute_stream()
-            for number in sorted(reading & set(self._storing)):
-                self._device.stream_wait_event(compute, self._storing[number].read)
+            self._readers.order(found, lambda event: self._device.stream_wait_event(compute, event))
 
     # Both.
 
     def _begun(self) -> int:
         """Remember what the compute stream has to do before."""
-        begun = self._events.take()
-        self._device.event_record(begun, self._device.compute_stream())
-        return begun
+        return self._events.recorded(self._device.compute_stream())
 
     def _board(self, run: SlotRun, begun: int = 0) -> Flight:
         """Keep the slots mapped, and remember what the compute stream has to do before.
@@ -450,7 +445,9 @@ class CudaCopier:
 
         def submit() -> None:
             try:
-                if not flight.given_up:
+                with self._guard:
+                    flight.begun_by_cpu = begun = not flight.given_up
+                if begun:
                     self._submit(self._slow[to_cache], flight, job, to_cache=to_cache)
             except GivenUp:
                 pass

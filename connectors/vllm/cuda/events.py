@@ -13,6 +13,8 @@ class _Runtime(Protocol):
 
     def event_destroy(self, event: int) -> None: ...
 
+    def event_record(self, event: int, stream: int) -> None: ...
+
 
 class Events:
     """Events of one kind; any thread."""
@@ -34,6 +36,16 @@ class Events:
             return self._free.get_nowait()
         except queue.Empty:
             return self._cuda.event_create(spin=self._spin)
+
+    def recorded(self, stream: int) -> int:
+        """Return one that stands for everything submitted to a stream so far."""
+        event = self.take()
+        try:
+            self._cuda.event_record(event, stream)
+        except BaseException:
+            self.give(event)
+            raise
+        return event
 
     def give(self, event: int) -> None:
         """Give one back, which may still be waited for by streams, but not by threads."""

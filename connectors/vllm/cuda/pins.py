@@ -82,10 +82,20 @@ class SlabPins:
             self._pause(min(time.monotonic() - began, length / _BYTES_PER_SECOND))
             return pinned
 
+    def use_device(self) -> None:
+        """Let the calling thread work for the GPU, also while the engine captures a graph."""
+        try:
+            self._enter()
+        except CudaError as error:
+            log_once(logging.WARNING, "a thread cannot use the GPU: %s", error)
+
+    def _enter(self) -> None:
+        self._cuda.set_device(self._device)
+        self._cuda.relax_capture()
+
     def _register(self, address: int, length: int) -> bool:
         try:
-            self._cuda.set_device(self._device)
-            self._cuda.relax_capture()
+            self._enter()
             self._cuda.host_register(address, length)
         except CudaError as error:
             failures["pin"] += 1
@@ -107,7 +117,7 @@ class SlabPins:
         with self._guard:
             self.pinned_bytes -= self._lengths.pop(address, 0)
         try:
-            self._cuda.set_device(self._device)
+            self._enter()
             self._cuda.host_unregister(address)
         except CudaError as error:
             log_once(logging.WARNING, "memory cannot be unpinned: %s", error)

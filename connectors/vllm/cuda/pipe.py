@@ -17,7 +17,7 @@ import ctypes
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import accumulate, pairwise
 from typing import Final, Protocol
 
@@ -145,10 +145,12 @@ class Bounce:
         self._copiers = ThreadPoolExecutor(_BOUNCE_THREADS, thread_name_prefix="kvstore-bounce")
 
     def copy(self, to: U64, of: U64, length: int) -> None:
-        """Copy pieces of some length; returns when all are there."""
+        """Copy pieces of some length; returns when all are there, or none is being copied."""
         parts = min(_BOUNCE_THREADS, len(to))
         pairs = zip(np.array_split(to, parts), np.array_split(of, parts), strict=True)
-        for copying in [self._copiers.submit(copy_batch, *pair, length) for pair in pairs]:
+        copies = [self._copiers.submit(copy_batch, *pair, length) for pair in pairs]
+        wait(copies)
+        for copying in copies:
             copying.result()
 
     def close(self) -> None:

@@ -207,6 +207,10 @@ def _quotas(value: object) -> object:
     """Return bytes by tier from ``host=8GiB,disk=1TiB`` or a table of TOML."""
     if isinstance(value, str):
         parts = [part.partition("=") for part in value.split(",") if part.strip()]
+        names = [name.strip() for name, _, _ in parts]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{name} is given twice")
         value = {name.strip(): size.strip() for name, _, size in parts}
     if not isinstance(value, dict):
         return value
@@ -216,11 +220,13 @@ def _quotas(value: object) -> object:
     return value
 
 
-# Strict: TOML's `true` is no size.
-Size = Annotated[int, BeforeValidator(_size), Field(strict=True)]
-PerSecond = Annotated[int, BeforeValidator(_per_second), Field(strict=True)]
-DailyBytes = Annotated[int, BeforeValidator(_per_day), Field(strict=True)]
-Duration = Annotated[float, BeforeValidator(_duration), Field(strict=True, allow_inf_nan=False)]
+# Strict: TOML's `true` is no size. What is larger than this no message could say.
+_ANY_BYTES: Final = Field(strict=True, le=1 << 62)
+_ANY_SECONDS: Final = Field(strict=True, allow_inf_nan=False, le=1e15)
+Size = Annotated[int, BeforeValidator(_size), _ANY_BYTES]
+PerSecond = Annotated[int, BeforeValidator(_per_second), _ANY_BYTES]
+DailyBytes = Annotated[int, BeforeValidator(_per_day), _ANY_BYTES]
+Duration = Annotated[float, BeforeValidator(_duration), _ANY_SECONDS]
 Directory = Annotated[Path, BeforeValidator(_directory)]
 AnyAddress = Annotated[Address, BeforeValidator(_address)]
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["console", "count", "make_table", "print_json", "progress", "shorten"]
+__all__ = ["console", "count", "make_table", "print_json", "printable", "progress", "shorten"]
 
 # Tables fit a terminal of 80 columns; into a pipe or a file there is no terminal to ask.
 _PIPE_WIDTH = 100
@@ -64,12 +64,17 @@ def count(value: int) -> str:
     return f"{float(digits) * 10 ** (int(exponent) - 3 * thousands):g}{_UNITS[thousands]}"
 
 
+def printable(text: str) -> str:
+    """Return text from a client, without what a terminal would obey, or break a line at."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def shorten(text: str, width: int) -> str:
     """Return text cut to `width`; of a path, the end is what tells it from others.
 
-    Names come from clients: what a terminal would obey, or break a line at, is shown as "?".
+    The rest is made `printable`.
     """
-    text = "".join(c if c.isprintable() else "?" for c in text)
+    text = printable(text)
     return text if len(text) <= width else f"…{text[1 - width :]}"
 
 

@@ -8,7 +8,7 @@ import typer
 
 from kvstore.cli.connect import AddressOption, JsonOption, connect
 from kvstore.cli.limits import limit_words, until_words
-from kvstore.cli.output import console, count, make_table, print_json, shorten
+from kvstore.cli.output import console, count, make_table, print_json, printable, shorten
 from kvstore.cli.plain import plain
 from kvstore.units import format_bytes, format_seconds, format_uptime
 
@@ -232,7 +232,7 @@ def spaces(
     for space in listed:
         out.print(f"{space['space']['id']} epoch {space['space']['epoch']}", markup=False)
         for name, value in space["spec"].items():
-            out.print(f"  {name}: {value}", markup=False)
+            out.print(f"  {name}: {printable(str(value))}", markup=False)
         if limits := limit_words(space["limits"]):
             out.print(f"  limits: {limits}", markup=False)
 

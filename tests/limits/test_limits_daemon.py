@@ -255,6 +255,9 @@ def test_odd_names_and_ends_break_no_list(client: kvstore.Client, daemon: ChildD
         assert "\x1b" not in out
         assert ("[/b]:smile:" if command == "pins" else "[/red]?[2J?model") in out
         assert _run(command, "--json", "--address", daemon.address)[0] == 0
+    code, out, err = _run("spaces", "--long", "--address", daemon.address)
+    assert (code, err) == (0, "")
+    assert "  model: [/red]?[2J?model\n" in out
     code, out, err = _run("top", "--once", "--address", daemon.address)
     assert (code, err) == (0, "")
     assert "\x1b" not in out

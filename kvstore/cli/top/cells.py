@@ -6,12 +6,7 @@ from rich.text import Text
 
 from kvstore.cli.output import count
 
-__all__ = ["clean", "heading", "per_second", "percent"]
-
-
-def clean(text: str) -> str:
-    """Return text with a question mark for what a terminal would not print."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+__all__ = ["heading", "per_second", "percent"]
 
 
 def percent(part: float, whole: float) -> str:

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from rich.text import Text
 
-from kvstore.cli.output import count, shorten
-from kvstore.cli.top.cells import clean, heading, per_second, percent
+from kvstore.cli.output import count, printable, shorten
+from kvstore.cli.top.cells import heading, per_second, percent
 from kvstore.cli.top.history import History, kvstore_tokens, reused_tokens
 from kvstore.cli.top.lists import lists
 from kvstore.cli.top.view import View
@@ -106,7 +106,7 @@ def _tiers(history: History) -> list[Text]:
     ]
     notes = []
     for tier in history.now["tiers"]:
-        name, state = tier["tier"], clean(tier["state"] or "ok")
+        name, state = tier["tier"], printable(tier["state"] or "ok")
         part = tier["used_bytes"] / tier["capacity_bytes"] if tier["capacity_bytes"] else 0.0
         line = Text(f"{name:<4} ", no_wrap=True)
         line.append_text(_bar(part))
@@ -186,7 +186,7 @@ def _misses_and_times(history: History) -> list[Text]:
     """Return misses by reason on the left, the slowest calls on the right."""
     misses = sorted(history.now["misses_blocks"].items(), key=lambda item: (-item[1], item[0]))
     left = [
-        f"{shorten(clean(reason.replace('_', ' ')), 18):<18} "
+        f"{shorten(reason.replace('_', ' '), 18):<18} "
         f"{per_second(history.rate(history.change('misses_blocks', reason))):>8} "
         f"{count(blocks):>8}"
         for reason, blocks in misses[:_MISSES]

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from rich.text import Text
 
-from kvstore.cli.output import count
-from kvstore.cli.top.cells import clean, heading, per_second, percent
+from kvstore.cli.output import count, printable
+from kvstore.cli.top.cells import heading, per_second, percent
 from kvstore.cli.top.history import History, reused_tokens
 from kvstore.cli.top.view import View
 from kvstore.units import format_bytes
@@ -73,11 +73,11 @@ def _spaces(history: History, view: View) -> list[Text]:
     ]
     for space in _sorted(spaces, changes, view):
         usage = space["usage"]
-        name = f"{space['space']['id'][:4]} {clean(space['spec']['model'])}"
+        name = f"{space['space']['id'][:4]} {printable(space['spec']['model'])}"
         cell = Text(name, no_wrap=True)
         if cell.cell_len > _MODEL:
             # Of a path, the end is what tells it from others.
-            cell = Text(f"{space['space']['id'][:4]} …{clean(space['spec']['model'])[-_TAIL:]}")
+            cell = Text(f"{space['space']['id'][:4]} …{printable(space['spec']['model'])[-_TAIL:]}")
         cell.truncate(_MODEL, pad=True)
         cell.append(f" {count(space['blocks']):>7}")
         for tier in ("gpu", "host", "disk"):

@@ -25,7 +25,7 @@ from kvstore.errors import KVStoreError
 from kvstore.memory import copy_batch
 from kvstore.syncpoint import reach
 
-__all__ = ["ATTACH_SECONDS", "Copier", "CpuCopier", "Lane", "SlotRun"]
+__all__ = ["ATTACH_SECONDS", "Copier", "CpuCopier", "Lane", "Patience", "SlotRun"]
 
 # How much later than the scheduler a worker may find a daemon that was restarted.
 ATTACH_SECONDS: Final = 2.0
@@ -103,6 +103,22 @@ class Copier(Protocol):
 
     def close(self) -> None:
         """Begin nothing new, and wait for the copy under way."""
+
+
+class Patience:
+    """How long a load may still wait for its daemon, counted from when it was asked for.
+
+    Loads wait one after the other: with a patience of its own for each, the last of many would be
+    reported a minute after an engine could have begun to compute.
+    """
+
+    def __init__(self) -> None:
+        """The load is asked for now."""
+        self._until = time.monotonic() + ATTACH_SECONDS
+
+    def left(self) -> float:
+        """Return the seconds left, 0 at least."""
+        return max(0.0, self._until - time.monotonic())
 
 
 class Lane:
@@ -192,13 +208,16 @@ class CpuCopier:
         idle: bool = False,
     ) -> bool:
         """See `Copier.load`. Never early."""
-        self._loads.submit(lambda: done(self._load(blocks, run, skip)))
+        patience = Patience()
+        self._loads.submit(lambda: done(self._load(blocks, run, skip, patience)))
         return False
 
-    def _load(self, blocks: NDArray[np.int32], run: SlotRun, skip: int) -> NDArray[np.bool_]:
+    def _load(
+        self, blocks: NDArray[np.int32], run: SlotRun, skip: int, patience: Patience
+    ) -> NDArray[np.bool_]:
         right = np.zeros(len(blocks), np.bool_)
         try:
-            self._attachment.wait_run(run.boot_id, ATTACH_SECONDS)
+            self._attachment.wait_run(run.boot_id, patience.left())
             with self._attachment.using(run.slots, boot_id=run.boot_id) as held:
                 cache, stored, lengths = self._geometry.pair(
                     blocks, held.addresses(self._shard), skip, self._group_blocks

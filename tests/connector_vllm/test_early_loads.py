@@ -10,7 +10,7 @@ import pytest
 from fake_store import FakeDaemon
 from mini_engine import MiniEngine
 
-from kvstore.connectors.vllm.copier import CpuCopier, SlotRun
+from kvstore.connectors.vllm.copier import CpuCopier, Patience, SlotRun
 from kvstore.connectors.vllm.guard import Unsafe
 
 TOKENS = list(range(48))
@@ -34,7 +34,7 @@ class EarlyCopier(CpuCopier):
         idle: bool = False,
     ) -> bool:
         self.idle_seen.append(idle)
-        assert self._load(blocks, run, skip).all()
+        assert self._load(blocks, run, skip, Patience()).all()
         done(np.ones(len(blocks), np.bool_))
         if landed is None:
             return False

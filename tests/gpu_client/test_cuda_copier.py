@@ -15,7 +15,7 @@ from fake_cuda import COMPUTE
 from numpy.typing import NDArray
 
 from kvstore.attach.mapped import DEVICE, PAGEABLE, PINNED
-from kvstore.connectors.vllm.copier import SlotRun
+from kvstore.connectors.vllm.copier import ATTACH_SECONDS, SlotRun
 from kvstore.connectors.vllm.cuda import pipe
 from kvstore.connectors.vllm.cuda.routes import Route
 from kvstore.cudart import CudaError
@@ -381,6 +381,25 @@ def test_a_load_from_a_daemon_found_late_is_reported_though_it_cannot_begin(make
         world.cuda.event_record, lambda event, stream: stream == COMPUTE
     )
     assert not world.load([1, 2, 3, 4], 0).wait().any()
+
+
+def test_loads_from_a_daemon_that_is_not_found_wait_together(make: Make) -> None:
+    """Not one after the other: the last of many would wait for minutes."""
+    world = make(Route.RING, boot_id=b"another")
+    asked, patience = threading.Event(), list[float]()
+
+    def wait_run(boot_id: bytes, timeout_s: float) -> bool:
+        patience.append(timeout_s)
+        assert asked.wait(60)
+        time.sleep(0.05)
+        return False
+
+    world.wait_run = wait_run  # type: ignore[method-assign]
+    loads = [world.load([1, 2, 3, 4], 0) for _ in range(3)]
+    asked.set()
+    assert not any(load.wait().any() for load in loads)
+    assert patience[1] <= ATTACH_SECONDS - 0.05
+    assert patience[2] <= ATTACH_SECONDS - 0.1
 
 
 def test_a_load_that_gets_no_event_leaves_every_event_with_one_owner(make: Make) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.attach.mapped import DEVICE, PAGEABLE
-from kvstore.connectors.vllm.copier import ATTACH_SECONDS, Lane, SlotRun
+from kvstore.connectors.vllm.copier import Lane, Patience, SlotRun
 from kvstore.connectors.vllm.cuda.events import Events
 from kvstore.connectors.vllm.cuda.flight import Flight
 from kvstore.connectors.vllm.cuda.pipe import GivenUp, Mover, Pipe, Runtime
@@ -219,8 +219,10 @@ class CudaCopier:
             done(np.zeros(len(blocks), np.bool_))
             return
 
+        patience = Patience()
+
         def load() -> None:
-            self._attachment.wait_run(run.boot_id, ATTACH_SECONDS)
+            self._attachment.wait_run(run.boot_id, patience.left())
             flight: Flight | None = None
             try:
                 flight = self._board(run, begun)

@@ -87,7 +87,8 @@ class SlabPins:
         try:
             self._enter()
         except CudaError as error:
-            log_once(logging.WARNING, "a thread cannot use the GPU: %s", error)
+            # What the thread does next says what is wrong.
+            log_once(logging.DEBUG, "a thread cannot use the GPU: %s", error)
 
     def _enter(self) -> None:
         self._cuda.set_device(self._device)

@@ -152,9 +152,10 @@ class GpuDirect:
     async def _bring(self, batch: Sequence[Block]) -> None:
         slots: list[Slot] = []
         outcomes: list[Outcome] = []
-        admitted = self._room.admit(batch)
-        batch = sorted(batch, key=lambda block: block not in admitted)
+        admitted: set[Block] = set()
         try:
+            admitted = self._room.admit(batch)
+            batch = sorted(batch, key=lambda block: block not in admitted)
             shape = batch[0].space.shape
             newest = max(block.sequence for block in batch)
             if admitted:

@@ -254,12 +254,13 @@ class GpuMover:
         loop = asyncio.get_running_loop()
         begun = loop.time()
         span = tracing.OFF
-        if tracing.recording():
-            traced = [text for ascent in batch for text in ascent.traceparents]
-            span = tracing.batch_span("kvstore.promote_gpu", traced, blocks=len(batch))
-        admitted = self._room.admit(ascent.block for ascent in batch)
-        batch = sorted(batch, key=lambda ascent: ascent.block not in admitted)
+        admitted: set[Block] = set()
         try:
+            if tracing.recording():
+                traced = [text for ascent in batch for text in ascent.traceparents]
+                span = tracing.batch_span("kvstore.promote_gpu", traced, blocks=len(batch))
+            admitted = self._room.admit(ascent.block for ascent in batch)
+            batch = sorted(batch, key=lambda ascent: ascent.block not in admitted)
             shape = batch[0].block.space.shape
             newest = max(ascent.block.sequence for ascent in batch)
             rare = None

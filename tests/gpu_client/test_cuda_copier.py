@@ -433,6 +433,33 @@ def test_whoever_fails_to_hear_of_a_load_holds_up_nobody(make: Make) -> None:
     assert world.load([1, 2, 3, 4], 0).wait().all()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_closing_ends_everything_that_was_begun_and_says_so_once(make: Make, seed: int) -> None:
+    world = make(Route.RING, seed, inbound_blocks=4)
+    for slot in range(4):
+        world.fill(slot, slot)
+    world.alive = False
+    late = world.load([36, 37, 38, 39], 2)
+    world.alive, world.found_late = True, True
+    stored, computed = list(range(20, 28)), list(range(28, 36))
+    world.compute([*stored, *computed], 1)
+    results = [world.load(list(range(at, at + 4)), at // 4) for at in (0, 4, 8)]
+    results.append(world.store(computed, 4, 5))
+    world.reach = DEVICE
+    results.append(world.load([12, 13, 14, 15], 3))
+    world.reach = PAGEABLE
+    results.append(world.store(stored, 6, 7))
+    results.append(world.load([16, 17, 18, 19], 2))
+    world.copier.close()
+    for result in (*results, late):
+        assert np.all(result.wait())
+    for at, got in enumerate(world.cache[:, 0:12].swapaxes(0, 1)):
+        assert (got == pattern(*divmod(at, GROUP_BLOCKS))).all()
+    for i, block in enumerate([*computed, *stored]):
+        row = world.memory[4 + i // 4].reshape(GROUP_BLOCKS, -1)[i % 4]
+        assert (row == pattern(1, block)).all()
+
+
 @pytest.mark.parametrize("operations", range(4, 60, 4))
 def test_a_slow_store_that_broke_off_writes_nothing_later(make: Make, operations: int) -> None:
     world = make(Route.RING, reach=PAGEABLE)

@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-__all__ = ["Unsafe", "failures", "guarded", "log_once", "logger", "take_failures"]
+from kvstore.errors import KVStoreError
+
+__all__ = ["Unsafe", "failures", "guarded", "log_once", "logger", "take_failures", "tell_failed"]
 
 # Under vLLM's own logger, so that its handlers and level apply.
 logger: Final = logging.getLogger("vllm.kvstore")
@@ -39,6 +41,14 @@ def log_once(level: int, message: str, *args: object, exc_info: bool = False) ->
             return
         _said.add(text)
     logger.log(level, "kvstore: %s", text, exc_info=exc_info)
+
+
+def tell_failed(what: str, error: BaseException) -> None:
+    """Log that a load or a store failed: what may happen as a warning, a fault as an error."""
+    if isinstance(error, KVStoreError):
+        log_once(logging.WARNING, "a %s could not be done: %s", what, error)
+    else:
+        log_once(logging.ERROR, "a %s failed: %r", what, error, exc_info=True)
 
 
 def take_failures() -> int:

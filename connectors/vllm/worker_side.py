@@ -186,10 +186,13 @@ class WorkerSide:
             self._client.attachment.rest(not meta.idle)
         # Draft passes of the last step have written their part by now.
         delayed, self._delayed = self._delayed, []
-        for store in delayed:
-            self._store(store)
-        if self._copier is not None and (meta.handed_out is None or len(meta.handed_out)):
-            self._copier.reuse(meta.handed_out)
+        try:
+            for store in delayed:
+                self._store(store)
+        finally:
+            # Whatever was wrong with those: the engine goes on and writes to these blocks.
+            if self._copier is not None and (meta.handed_out is None or len(meta.handed_out)):
+                self._copier.reuse(meta.handed_out)
 
     def load(self) -> None:
         """Start the step's loads. Idempotent."""
@@ -235,25 +238,35 @@ class WorkerSide:
         meta = self._meta
         if meta is not None and meta.step > self._submitted:
             self._submitted = meta.step
-            if self._computes_here:
-                self._client.attachment.rest(False)
-            if self._engine.delayed_stores:
-                self._delayed += meta.stores
-            else:
-                for store in meta.stores:
-                    self._store(store)
-            self._settle(meta)
-        if self._unsafe:
-            raise Unsafe(
-                "kvstore: slots were taken back while they were being read, after the engine was"
-                " told that their blocks are there; what it computed from them cannot be used"
-            )
+            try:
+                self._begin_stores(meta)
+            finally:
+                # Whatever was wrong with those: what this step computed is passed on next.
+                self._settle(meta)
+                self._check()
+        self._check()
         with self._lock:
             finished, self._finished = self._finished, []
             bad, self._bad = self._bad, []
         # What failed goes out with the same step as the request that waits for it.
         self._errors.update(bad)
         return set(finished)
+
+    def _begin_stores(self, meta: StepMeta) -> None:
+        if self._computes_here:
+            self._client.attachment.rest(False)
+        if self._engine.delayed_stores:
+            self._delayed += meta.stores
+            return
+        for store in meta.stores:
+            self._store(store)
+
+    def _check(self) -> None:
+        if self._unsafe:
+            raise Unsafe(
+                "kvstore: slots were taken back while they were being read, after the engine was"
+                " told that their blocks are there; what it computed from them cannot be used"
+            )
 
     def _settle(self, meta: StepMeta) -> None:
         """See that what this step computed does not rest on loads that are not there yet."""

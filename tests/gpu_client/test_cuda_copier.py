@@ -375,6 +375,27 @@ def test_an_early_load_that_the_engine_cannot_wait_for_is_reported(make: Make) -
     world.copier.settle()
 
 
+def test_a_store_that_the_engine_cannot_wait_for_is_not_whole(make: Make) -> None:
+    """The engine goes on after a hook that failed, and writes to its blocks."""
+    world = make(Route.RING)
+    world.compute([1, 2, 3, 4], 1)
+    free = threading.Event()
+
+    def hold_up() -> None:
+        assert free.wait(60)
+
+    world.copier._stores.submit(hold_up)
+    store, other = world.store([1, 2, 3, 4], 0), world.store([5, 6, 7, 8], 1)
+    world.cuda.stream_wait_event = failing_once(  # type: ignore[method-assign]
+        world.cuda.stream_wait_event, lambda stream, event: stream == COMPUTE
+    )
+    with pytest.raises(CudaError):
+        world.copier.reuse(np.array([3], np.int32))
+    free.set()
+    assert store.wait() is False
+    assert other.wait() is True
+
+
 def test_a_load_from_a_daemon_found_late_is_reported_though_it_cannot_begin(make: Make) -> None:
     world = make(Route.RING, boot_id=b"another")
     world.cuda.event_record = failing_once(  # type: ignore[method-assign]

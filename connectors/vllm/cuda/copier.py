@@ -20,7 +20,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +29,11 @@ from kvstore.attach.mapped import DEVICE, PAGEABLE
 from kvstore.connectors.vllm.copier import Lane, Patience, SlotRun
 from kvstore.connectors.vllm.cuda.events import Events
 from kvstore.connectors.vllm.cuda.flight import Flight
-from kvstore.connectors.vllm.cuda.pipe import GivenUp, Mover, Pipe, Runtime
+from kvstore.connectors.vllm.cuda.pipe import Device, GivenUp, Mover, Pipe
 from kvstore.connectors.vllm.cuda.readers import Readers
 from kvstore.connectors.vllm.cuda.routes import Job, Route, job_of, route_of
 from kvstore.connectors.vllm.geometry import Geometry
-from kvstore.connectors.vllm.guard import log_once
+from kvstore.connectors.vllm.guard import log_once, tell_failed
 from kvstore.connectors.vllm.store import Attachment
 from kvstore.errors import KVStoreError
 
@@ -49,13 +49,6 @@ _INBOUND_BYTES: Final = 2 << 30
 # Stores to memory that is not pinned (yet), at a time; one alone may be larger. It takes a second:
 # blocks that have new owners by then are not stored.
 _SLOW_BYTES: Final = 4 << 30
-
-
-class Device(Runtime, Protocol):
-    """A runtime, and the engine's place in it."""
-
-    def compute_stream(self) -> int:
-        """Return the stream that the engine computes on, as seen from its thread."""
 
 
 class CudaCopier:
@@ -191,7 +184,7 @@ class CudaCopier:
             if landed is not None:
                 self._device.stream_wait_event(self._device.compute_stream(), flight.done)
         except Exception as error:  # noqa: BLE001 - the boundary: fail this load
-            _tell("load", error)
+            tell_failed("load", error)
             if flight is None:
                 done(np.zeros(len(blocks), np.bool_))
                 return False
@@ -215,7 +208,7 @@ class CudaCopier:
         try:
             begun = self._begun()
         except KVStoreError as error:
-            _tell("load", error)
+            tell_failed("load", error)
             done(np.zeros(len(blocks), np.bool_))
             return
 
@@ -228,7 +221,7 @@ class CudaCopier:
                 flight = self._board(run, begun)
                 job = self._job(flight, blocks, run, skip)
             except Exception as error:  # noqa: BLE001 - the thread's boundary: fail this load
-                _tell("load", error)
+                tell_failed("load", error)
                 if flight is None:
                     self._events.give(begun)
                 else:
@@ -253,7 +246,7 @@ class CudaCopier:
                 try:
                     self._submit(self._in, flight, job, to_cache=True)
                 except Exception as error:  # noqa: BLE001 - the boundary: fail this load
-                    _tell("load", error)
+                    tell_failed("load", error)
                     flight.failed = True
                     flight.submitted.set()
 
@@ -300,7 +293,7 @@ class CudaCopier:
                 if landed is not None or self._granted(run):
                     right = current[places]
         except KVStoreError as error:
-            _tell("load", error)
+            tell_failed("load", error)
         finally:
             try:
                 self._leave(flight)
@@ -349,7 +342,7 @@ class CudaCopier:
             else:
                 self._submit(self._out, flight, job, to_cache=False)
         except Exception as error:  # noqa: BLE001 - the boundary: fail this store
-            _tell("store", error)
+            tell_failed("store", error)
             if flight is None:
                 done(False)
                 return
@@ -373,11 +366,21 @@ class CudaCopier:
         with self._guard:
             self._slow_bytes -= flight.length
         self._leave(flight)
-        done(arrived)
+        done(arrived and not flight.spoiled)
 
     def reuse(self, blocks: NDArray[np.int32] | None) -> None:
         """See `Copier.reuse`: the compute stream waits; loads submitted later wait for it."""
         found = self._readers.find(blocks)
+        try:
+            self._order(found)
+        except BaseException:
+            # The engine goes on: they may read what the blocks' new owners have written.
+            for flight in found.values():
+                flight.given_up = flight.spoiled = True
+            raise
+
+    def _order(self, found: dict[int, Flight]) -> None:
+        """Let the compute stream wait for stores; give up those that it would wait for too long."""
         for flight in found.values():
             if not flight.submitted.is_set():
                 # One that the CPU must help with. Rather store less than let the engine wait.
@@ -393,8 +396,8 @@ class CudaCopier:
                 if not flight.given_up:
                     self._out.synchronize()
         if found:
-            compute = self._device.compute_stream()
-            self._readers.order(found, lambda event: self._device.stream_wait_event(compute, event))
+            wait, compute = self._device.stream_wait_event, self._device.compute_stream()
+            self._readers.order(found, lambda event: wait(compute, event))
 
     # Both.
 
@@ -454,7 +457,7 @@ class CudaCopier:
             except GivenUp:
                 pass
             except Exception as error:  # noqa: BLE001 - the thread's boundary: fail this copy
-                _tell("copy", error)
+                tell_failed("copy", error)
             finally:
                 # Whatever has been submitted of it, it is not whole.
                 flight.failed = not flight.submitted.is_set()
@@ -474,7 +477,7 @@ class CudaCopier:
                 return True
             self._quiet(pipe)
         except KVStoreError as error:
-            _tell(what, error)
+            tell_failed(what, error)
         return False
 
     def _quiet(self, pipe: Pipe) -> None:
@@ -500,10 +503,3 @@ class CudaCopier:
             pipe.close()
         self._events.close()
         self._spinning.close()
-
-
-def _tell(what: str, error: BaseException) -> None:
-    if isinstance(error, KVStoreError):
-        log_once(logging.WARNING, "a %s could not be done: %s", what, error)
-    else:
-        log_once(logging.ERROR, "a %s failed: %r", what, error, exc_info=True)

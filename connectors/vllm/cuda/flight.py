@@ -22,6 +22,7 @@ class Flight:
         spins: who waits for `done` does not sleep: it takes less than waking up does.
         failed: it was not submitted, or not whole.
         given_up: its blocks get new owners, and it has not been submitted: it is not to be.
+        spoiled: its blocks may have been written before it had read them.
         begun_by_cpu: the thread that submits what the CPU must help with has begun with it.
         before: earlier stores that read some of its blocks too.
         submitted: set when `read` and `done` stand for this copy.
@@ -35,6 +36,7 @@ class Flight:
     spins: bool = False
     failed: bool = False
     given_up: bool = False
+    spoiled: bool = False
     begun_by_cpu: bool = False
     before: set[int] = field(default_factory=set)
     submitted: threading.Event = field(default_factory=threading.Event)

@@ -29,7 +29,7 @@ from kvstore.connectors.vllm.geometry import Geometry
 from kvstore.cudart import CudaError
 from kvstore.memory import copy_batch
 
-__all__ = ["Bounce", "GivenUp", "Mover", "Pipe", "Runtime"]
+__all__ = ["Bounce", "Device", "GivenUp", "Mover", "Pipe", "Runtime"]
 
 U64 = NDArray[np.uint64]
 
@@ -105,6 +105,13 @@ class Runtime(Protocol):
 
     def event_synchronize(self, event: int) -> None:
         """See `Cudart`."""
+
+
+class Device(Runtime, Protocol):
+    """A runtime, and the engine's place in it."""
+
+    def compute_stream(self) -> int:
+        """Return the stream that the engine computes on, as seen from its thread."""
 
 
 class Mover(Protocol):

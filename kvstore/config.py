@@ -221,6 +221,7 @@ def _quotas(value: object) -> object:
 
 
 # Strict: TOML's `true` is no size. What is larger than this no message could say.
+_DAY: Final = 86400.0
 _ANY_BYTES: Final = Field(strict=True, le=1 << 62)
 _ANY_SECONDS: Final = Field(strict=True, allow_inf_nan=False, le=1e15)
 Size = Annotated[int, BeforeValidator(_size), _ANY_BYTES]
@@ -296,8 +297,8 @@ class ServeConfig(BaseModel):
     stop_timeout_s: Annotated[Duration, Field(ge=0)] = Field(20.0, alias="stop_timeout")
     discard_host: bool = False
     save_host: bool = True
-    lease_ttl_s: Annotated[Duration, Field(gt=0)] = Field(10.0, alias="lease_ttl")
-    heartbeat_s: Annotated[Duration, Field(gt=0)] = Field(1.0, alias="heartbeat")
+    lease_ttl_s: Annotated[Duration, Field(gt=0, le=_DAY)] = Field(10.0, alias="lease_ttl")
+    heartbeat_s: Annotated[Duration, Field(gt=0, le=_DAY)] = Field(1.0, alias="heartbeat")
     lease_cap: Annotated[Size, Field(ge=PAGE_BYTES)] = 0
     grant_cap: Annotated[Size, Field(ge=PAGE_BYTES)] = 0
     io_threads: Annotated[int, Field(ge=1, le=128)] = 4

@@ -74,6 +74,7 @@ def test_a_user_keeps_state_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"default_quota": "host=1GiB, host=2GiB"}, "default_quota: .*host is given twice"),
         ({"default_ttl": "99999999999999d"}, "default_ttl: .*less than or equal to"),
         ({"default_ttl": "0"}, "default_ttl: .*greater than or equal to"),
+        ({"lease_ttl": "50d"}, "lease_ttl: .*less than or equal to 86400"),
         ({"listen": []}, "listen: "),
         ({"listen": ["0.0.0.0:7000"]}, r"listen: '0\.0\.0\.0:7000' is not a loopback address"),
         ({"listen": ["box:7000"]}, "listen: 'box:7000': give an IP address"),

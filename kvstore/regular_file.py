@@ -27,10 +27,15 @@ def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
     Raises:
         OSError: it is not there, no regular file, too long, or cannot be read.
     """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        found = os.fstat(file.fileno())
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    # Given to a file object only when it is one: of a directory that would fail, and keep it open.
+    try:
+        found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", str(path))
         if most_bytes is not None and found.st_size > most_bytes:
             raise OSError(errno.EFBIG, f"has {found.st_size} bytes", str(path))
-        return file.read()
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(fd)

@@ -43,8 +43,11 @@ def test_an_engine_follows_what_it_is_now() -> None:
     engine = Engine(step_seconds=0.0, tokens_per_second=36_000)
     engine.steps(*[8192, 1] * 20)
     engine._rate = 9_000
-    engine.steps(*[8192, 1] * 60)
+    engine.steps(*[8192, 1] * 200)
     assert engine.pace.rate(8192) == pytest.approx(9_000, rel=0.05)
+    engine._rate = 36_000
+    engine.steps(*[8192] * 20)
+    assert engine.pace.rate(8192) == pytest.approx(36_000, rel=0.05)
 
 
 def test_a_step_that_others_take_is_not_waited_for_when_computing_is_shorter() -> None:

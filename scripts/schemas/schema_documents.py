@@ -293,16 +293,27 @@ def _benches() -> dict[str, Schema]:
         **times,
         without_again_s=(several(NUMBER), "seconds"),
         reused_tokens=(several(INTEGER), "per request"),
+        without_page_faults=(several(INTEGER), "of the engine, per request"),
+        kvstore_page_faults=(several(INTEGER), "of the engine, per request"),
         p50_ratio=(NUMBER, "with kvstore / without"),
         p95_ratio=(NUMBER, "with kvstore / without"),
         aa_p50_ratio=(NUMBER, "without / without: the noise"),
         aa_p95_ratio=(NUMBER, "without / without: the noise"),
+    )
+    behind = record(
+        bytes_per_second=(nullable(INTEGER), "of the disk; null: as fast as it is"),
+        disk_s=(several(NUMBER), "seconds, blocks on disk only"),
+        host_s=(several(NUMBER), "seconds, blocks in memory"),
+        disk_reused_tokens=(several(INTEGER), "per request"),
+        host_reused_tokens=(several(INTEGER), "per request"),
+        ratio=(NUMBER, "median of the pairs' disk / host"),
     )
     sweep = record(
         "With --model.",
         cores=(INTEGER, ""),
         prompt_tokens=(INTEGER, ""),
         steps=(several(step), ""),
+        queued=(several(behind), "requests behind others"),
     )
     row = record(
         row=(TEXT, ""),

@@ -281,12 +281,14 @@ def plot(steps: Sequence[Step], path: Path) -> None:
     loading = [at for at, s in zip(x, steps, strict=True) if median(s.reused_tokens) > 0]
     if loading:
         axes.axvline(min(loading), color="#1f6fb4", linestyle=":")
-        axes.text(min(loading), axes.get_ylim()[1] * 0.96, " loads from here on", va="top")
+        # At the line's foot, where no curve and no legend is.
+        place = axes.get_xaxis_transform()
+        axes.text(min(loading), 0.03, " loads from here on", va="bottom", transform=place)
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("disk speed, MB/s (the last point: not throttled)")
     axes.set_ylabel("time to first token, ms")
-    axes.legend(frameon=False)
+    figure.legend(frameon=False, loc="outside upper center", ncols=2, fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

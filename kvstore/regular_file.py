@@ -31,6 +31,8 @@ def read_regular(path: Path, most_bytes: int | None = None) -> bytes:
     # Given to a file object only when it is one: of a directory that would fail, and keep it open.
     try:
         found = os.fstat(fd)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", str(path))
         if most_bytes is not None and found.st_size > most_bytes:

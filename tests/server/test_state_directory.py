@@ -76,7 +76,7 @@ def test_a_fifo_in_place_of_a_file_is_no_file(tmp_path: Path, name: str) -> None
         read_regular(tmp_path / name)
     with pytest.raises(OSError, match="is no regular file"):
         read_regular(Path("/dev/zero"))
-    with pytest.raises(OSError, match=f"is no regular file: '{tmp_path}'"):
+    with pytest.raises(OSError, match=f"Is a directory: '{tmp_path}'"):
         read_regular(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "file")
     (tmp_path / "file").write_bytes(b"1234")

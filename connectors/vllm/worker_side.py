@@ -39,8 +39,8 @@ from kvstore.errors import KVStoreError
 
 __all__ = ["WorkerSide"]
 
-# At start-up the daemon answers in milliseconds, or is not there.
-_ATTACH_SECONDS: Final = 1.0
+# At start-up the daemon answers in milliseconds, unless the machine is busy, or is not there.
+_ATTACH_SECONDS: Final = 5.0
 # Pinning takes a second for 15 GiB. It has begun when the KV cache was registered, so an engine that
 # has warmed up since hardly waits.
 _PIN_SECONDS: Final = 10.0

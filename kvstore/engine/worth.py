@@ -165,7 +165,8 @@ class Worth:
         if cold:
             counts["waits_begun"] += 1
         patience = deadline_seconds
-        if block_seconds:
+        # What is in memory is only being checked: that is not computed anew meanwhile.
+        if block_seconds and cold:
             patience = min(patience, queued_seconds + cold * block_seconds)
         return chosen.blocks, Pending(
             block_seconds,

@@ -28,7 +28,7 @@ from kvstore.connectors.vllm.stats import StatsLog
 from kvstore.connectors.vllm.store import Client, Lease, Space
 from kvstore.connectors.vllm.store_plan import StorePlan
 from kvstore.connectors.vllm.traces import begin_lookup, end_lookup
-from kvstore.connectors.vllm.tracks import ActiveLoad, Track, queue_seconds
+from kvstore.connectors.vllm.tracks import MOST_ID_CHARS, ActiveLoad, Track, queue_seconds
 from kvstore.connectors.vllm.usage import Usage
 from kvstore.connectors.vllm.views import View, Views
 from kvstore.connectors.vllm.weights import adapter_identity
@@ -42,10 +42,10 @@ LATER: Final = (None, False)
 
 # A request that waits in the queue asks again after so long.
 _ASK_AGAIN_SECONDS: Final = 1.0
+# How long an engine that starts beside a daemon waits for it.
+_ATTACH_SECONDS: Final = 5.0
 # How long a request that could not be allocated goes without its lease.
 _PAUSE_SECONDS: Final = 0.5
-# Of a request's id, what the daemon takes.
-_REQUEST_ID_CHARS: Final = 256
 
 
 class SchedulerSide:
@@ -111,8 +111,13 @@ class SchedulerSide:
     def set_workers(self, infos: list[WorkerInfo]) -> None:
         """Take in the workers' handshakes."""
         self._roster.admit(infos)
-        if self._roster.complete and self._roster.devices:
-            self._client.attachment.use_devices(self._roster.devices)
+        if self._roster.complete:
+            if self._roster.devices:
+                self._client.attachment.use_devices(self._roster.devices)
+            if any(info.attachment_id for info in infos):
+                # The workers have found the daemon. Once the engine serves, what attaching needs of
+                # Python's lock comes between steps: its first second of prompts was computed.
+                self._client.attachment.wait_active(_ATTACH_SECONDS)
 
     def on_new_request(self, request: Any) -> None:
         """Send Acquire at once: the answer is on its way while the request waits in the queue."""
@@ -159,7 +164,7 @@ class SchedulerSide:
                 queued_s=queued,
                 prefill_tokens_per_second=self._pace.rate(len(keys) * self.engine.block_tokens)
                 or None,
-                request_id=track.request.request_id[:_REQUEST_ID_CHARS],
+                request_id=track.request.request_id[:MOST_ID_CHARS],
             )
         self.stats.lookup(track.asked)
         end_lookup(span, track.asked)

@@ -14,8 +14,10 @@ from kvstore.connectors.vllm.store import Lease
 from kvstore.connectors.vllm.views import View
 from kvstore.keys import Keys
 
-__all__ = ["ActiveLoad", "Track", "queue_seconds"]
+__all__ = ["MOST_ID_CHARS", "ActiveLoad", "Track", "queue_seconds"]
 
+# Of a request's id, what the daemon takes.
+MOST_ID_CHARS: Final = 256
 # No longer than that a request is thought to wait in the engine's queue.
 _LONGEST_QUEUE_SECONDS: Final = 30.0
 

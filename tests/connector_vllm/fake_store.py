@@ -355,6 +355,9 @@ class FakeAttachment:
             self.resting.append(resting)
 
     def wait_active(self, timeout_s: float) -> bool:
+        end = time.monotonic() + timeout_s
+        while self._daemon.up and not self.joined and time.monotonic() < end:
+            time.sleep(0.001)
         return self.alive
 
     def wait_filled(self, timeout_s: float) -> bool:

@@ -11,7 +11,7 @@ from fake_store import FakeAttachment, FakeDaemon
 from mini_engine import BLOCK, MiniEngine
 
 from kvstore.connectors.vllm import copier as copiers
-from kvstore.connectors.vllm import guard
+from kvstore.connectors.vllm import guard, scheduler_side
 
 GROUP = 2
 B = BLOCK * GROUP
@@ -158,6 +158,39 @@ def test_a_worker_that_finds_the_new_daemon_last_is_waited_for(
     timer.join()
     assert engine.loaded_tokens == 8 * B
     assert not engine.failed_blocks
+    engine.close()
+
+
+def test_an_engine_beside_a_daemon_is_ready_when_its_scheduler_has_found_it(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_side, "_ATTACH_SECONDS", 60.0)
+    engine = MiniEngine(daemon)
+    mine = engine.scheduler._client.attachment
+    assert isinstance(mine, FakeAttachment)
+    mine.joined = False
+    infos = [rank.worker.introduce() for rank in engine.ranks]
+    timer = threading.Timer(0.01, lambda: setattr(mine, "joined", True))
+    timer.start()
+    engine.scheduler.set_workers(infos)
+    assert mine.alive
+    timer.join()
+    engine.close()
+
+
+def test_an_engine_without_a_daemon_does_not_wait_for_one(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_side, "_ATTACH_SECONDS", 3600.0)
+    engine = MiniEngine(daemon)
+    mine = engine.scheduler._client.attachment
+    assert isinstance(mine, FakeAttachment)
+    infos = [rank.worker.introduce() for rank in engine.ranks]
+    for info in infos:
+        info.attachment_id = 0
+    mine.joined = False
+    engine.scheduler.set_workers(infos)
+    assert not mine.alive
     engine.close()
 
 

@@ -246,6 +246,8 @@ class SchedulerSide:
         if growing and now < track.turn_at:
             return self._ask_again(track, view, local_tokens, now)
         track.stored = max(track.stored, blocks)
+        if not growing and track.answered_at is None:
+            view.learned(lease, track.keys(self.engine.group_blocks))
         block_tokens = self.engine.block_tokens
         if growing and now - track.turn_at < self.settings.disk_wait_seconds:
             missing = (track.asked_blocks - blocks) * block_tokens

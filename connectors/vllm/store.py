@@ -18,6 +18,7 @@ from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvstore.keys import Keys
+    from kvstore.miss import Miss
     from kvstore.space import SpaceSpec
 
 __all__ = ["Attachment", "Client", "Factory", "Grant", "Held", "Lease", "Space", "load_factory"]
@@ -48,6 +49,10 @@ class Lease(Protocol):
     @property
     def growing(self) -> bool:
         """Whether more blocks may come."""
+
+    @property
+    def miss(self) -> Miss:
+        """Why the run ended; says nothing while it grows."""
 
     @property
     def lost(self) -> bool:

@@ -1,7 +1,7 @@
 """Which keys this engine is storing or has stored, so that nothing is copied twice.
 
-A hint, not the truth: the daemon may have evicted a key since. Then the commit of its child is
-refused, and the keys of that chain are forgotten here.
+A hint, not the truth: the daemon may have evicted a key since. That shows when the key is looked up
+again, or when the commit of a child is refused; then it is forgotten here, and stored anew.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ class StoredKeys:
         for key in keys:
             self._arrived.pop(key, None)
             self._under_way.discard(key)
+
+    def gone(self, keys: Iterable[bytes]) -> None:
+        """The daemon does not have these; what is on its way is on its way all the same."""
+        for key in keys:
+            self._arrived.pop(key, None)
 
     def clear(self) -> None:
         """Forget everything."""

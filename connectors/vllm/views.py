@@ -15,15 +15,27 @@ from typing import Any, Final
 from kvstore.connectors.vllm.credits import Credits
 from kvstore.connectors.vllm.guard import log_once
 from kvstore.connectors.vllm.metadata import WorkerInfo
-from kvstore.connectors.vllm.store import Client, Space
+from kvstore.connectors.vllm.store import Client, Lease, Space
 from kvstore.connectors.vllm.stored import StoredKeys
 from kvstore.errors import KVStoreError, StaleEpoch
+from kvstore.keys import Keys
+from kvstore.miss import MissReason
 from kvstore.space import SpaceSpec
 
 __all__ = ["View", "Views"]
 
 _FIRST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 5.0
+# A block that is missed for one of these is nowhere, and so is what comes after it.
+_GONE: Final = frozenset(
+    (
+        MissReason.NEVER_SEEN,
+        MissReason.EVICTED,
+        MissReason.EXPIRED,
+        MissReason.FORGOTTEN,
+        MissReason.CORRUPT,
+    )
+)
 # Adapters whose space stays open.
 _MOST_VIEWS: Final = 64
 
@@ -104,6 +116,11 @@ class View:
         self.waited = True
         self.wait_open(seconds)
         return self.space()
+
+    def learned(self, lease: Lease, keys: Keys) -> None:
+        """Take note of what a lease on some keys, that grows no more, says of those it lacks."""
+        if lease.miss.reason in _GONE:
+            self.stored.gone(keys[lease.blocks :])
 
     def failed(self, error: KVStoreError) -> None:
         """Take note of a call on the space that failed.

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvstore.errors import AttachmentLost, ServerUnavailable, StaleEpoch
 from kvstore.keys import Keys
+from kvstore.miss import Miss, MissReason
 from kvstore.space import SpaceSpec
 
 SLOT = np.dtype([("group", "<u4"), ("index", "<u4"), ("generation", "<u8")])
@@ -206,6 +207,7 @@ class FakeLease:
         self.slots = np.empty(0, SLOT)
         self.tiers = b""
         self.growing = False
+        self.miss = Miss()
         self.grow(deadline > 0)
         daemon.leases[self.id] = self
 
@@ -217,11 +219,14 @@ class FakeLease:
         """Lease what is in memory; blocks on disk are waited for if `wait`."""
         daemon, chosen, tiers = self._daemon, [], b""
         self.growing = False
+        self.miss = Miss()
         for key in self._keys:
             block = daemon.ready(self._space, key)
             if block is None:
+                self.miss = Miss(MissReason.EVICTED)
                 break
             if block.on_disk:
+                self.miss = Miss(MissReason.NOT_WORTH_WAITING)
                 if wait:
                     self.growing = True
                 break

@@ -446,7 +446,7 @@ class MiniEngine:
 
     def settle(self) -> None:
         """Wait until all that was planned is committed. Only where no other engine stores."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(self.daemon.commits) < self.planned:
             assert time.monotonic() < deadline, (self.daemon.commits, self.planned)
             time.sleep(0.001)

@@ -356,18 +356,44 @@ def test_local_hits_that_end_inside_a_stored_block(daemon: FakeDaemon) -> None:
 
 
 def test_evicted_parents_are_stored_again(daemon: FakeDaemon) -> None:
-    """The engine believes them stored; the child's commit says PARENT_MISSING."""
+    """They go while their request decodes: nothing is looked up, a child's commit tells."""
     engine = MiniEngine(daemon, local=True)
-    engine.run(engine.add(prompt(8 * B), 1))
+    request = engine.add(prompt(8 * B), 6 * B)
+    while len(daemon.blocks) < 8:
+        engine.step()
+        engine.settle()
     daemon.evict(daemon.blocks)
-    engine.run(engine.add(prompt(8 * B) + prompt(4 * B, 1), 20))
+    engine.run(request, steps=100_000)
+    engine.settle()
     assert 4 in daemon.commits
-    # A request as short as this is stored only if the slots' grant arrives in time.
-    for _ in range(100):
-        engine.run(engine.add(prompt(8 * B) + prompt(4 * B, 1), 1))
-        if len(daemon.blocks) >= 12:
-            break
     assert len(daemon.blocks) >= 12
+    engine.close()
+    quiet(daemon)
+
+
+def test_what_was_evicted_is_stored_again_by_the_same_engine(daemon: FakeDaemon) -> None:
+    """No child's commit tells: the prompt is the same, and what was evicted is all of it."""
+    engine = MiniEngine(daemon)
+    for _ in range(2):
+        # Whatever a request was too short for, the next one stores.
+        for _ in range(100):
+            engine.run(engine.add(prompt(8 * B), 2))
+            engine.settle()
+            if len(daemon.blocks) >= 8:
+                break
+        assert len(daemon.blocks) == 8
+        daemon.evict(daemon.blocks)
+    engine.close()
+    quiet(daemon)
+
+
+def test_what_is_being_stored_is_not_stored_twice(daemon: FakeDaemon) -> None:
+    """A request that comes meanwhile is told that nothing is there."""
+    engine = MiniEngine(daemon, step_tokens=64 * B)
+    first, second = engine.add(prompt(8 * B), 2), engine.add(prompt(8 * B), 2)
+    engine.run(first, second)
+    assert daemon.commits.count(1) == len(daemon.blocks) == 8
+    assert daemon.commits.count(3) == 0
     engine.close()
     quiet(daemon)
 

@@ -11,12 +11,15 @@ Spans are recorded where OpenTelemetry is installed and set up, which happens in
   nothing unless one of them does.
 
 Anywhere else `span` returns `OFF`, which does nothing; that costs a dictionary look-up. What goes
-wrong in an exporter is OpenTelemetry's own business and never a caller's.
+wrong in an exporter, or in a sampler or span processor of the program around us, is never a
+caller's business: nothing here raises but `set_up` and `use_provider`. It is logged once, and what
+cannot be begun is not recorded.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import sys
@@ -61,6 +64,8 @@ _current: Final[ContextVar[str]] = ContextVar("kvstore_traceparent", default="")
 _tracer: Any = None
 _looked = -1.0
 _provider: Any = None
+_log: Final = logging.getLogger(__name__)
+_told = False
 
 
 class TracingUnavailable(Exception):
@@ -71,6 +76,18 @@ def trace_id(traceparent: str) -> str:
     """Return the trace's id, 32 hexadecimal digits; "" when the text is no traceparent."""
     match = _TRACEPARENT.fullmatch(traceparent)
     return match[1] if match else ""
+
+
+@contextmanager
+def _contained() -> Iterator[None]:
+    """Let nothing that OpenTelemetry raises come through."""
+    global _told
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the boundary to what the program has plugged in
+        if not _told:
+            _told = True
+            _log.warning("a span is not recorded: %r", error, exc_info=True)
 
 
 def _find_tracer() -> Any:
@@ -87,9 +104,10 @@ def _find_tracer() -> Any:
     _looked = now
     proxy = getattr(api, "ProxyTracerProvider", None)
     if proxy is not None:
-        provider = api.get_tracer_provider()
-        if not isinstance(provider, proxy):
-            _tracer = provider.get_tracer("kvstore")
+        with _contained():
+            provider = api.get_tracer_provider()
+            if not isinstance(provider, proxy):
+                _tracer = provider.get_tracer("kvstore")
     return _tracer
 
 
@@ -114,9 +132,11 @@ def current() -> str:
     own = _current.get()
     if own or _find_tracer() is None:
         return own
-    from opentelemetry import trace
+    with _contained():
+        from opentelemetry import trace
 
-    return _as_text(trace.get_current_span().get_span_context())
+        return _as_text(trace.get_current_span().get_span_context())
+    return ""
 
 
 def metadata() -> tuple[tuple[str, str], ...] | None:
@@ -164,14 +184,16 @@ class Span:
     def set(self, **attributes: Any) -> None:
         """Say more about it, as attributes `kvstore.NAME`."""
         if self._span is not None:
-            self._span.set_attributes({f"kvstore.{name}": v for name, v in attributes.items()})
+            with _contained():
+                self._span.set_attributes({f"kvstore.{name}": v for name, v in attributes.items()})
 
     def fail(self, why: str) -> None:
         """Mark it as failed."""
         if self._span is not None:
-            from opentelemetry.trace import Status, StatusCode
+            with _contained():
+                from opentelemetry.trace import Status, StatusCode
 
-            self._span.set_status(Status(StatusCode.ERROR, why))
+                self._span.set_status(Status(StatusCode.ERROR, why))
 
     def adopt(self) -> None:
         """Make it the current one for the rest of this task or thread."""
@@ -182,7 +204,8 @@ class Span:
         """End it. Idempotent."""
         recorded, self._span = self._span, None
         if recorded is not None:
-            recorded.end()
+            with _contained():
+                recorded.end()
 
     def __enter__(self) -> Self:
         """Begin to be the current one."""
@@ -235,8 +258,21 @@ def span(
     """
     parent = parent or _current.get()
     tracer = _find_tracer()
-    if tracer is None:
-        return Span(parent) if parent and trace_id(parent) else OFF
+    if tracer is not None:
+        with _contained():
+            return _start(tracer, name, parent, kind, links, attributes)
+    return Span(parent) if parent and trace_id(parent) else OFF
+
+
+def _start(
+    tracer: Any,
+    name: str,
+    parent: str,
+    kind: str,
+    links: Iterable[str],
+    attributes: dict[str, Any],
+) -> Span:
+    """Begin a recorded span; raises what OpenTelemetry likes."""
     from opentelemetry import trace
     from opentelemetry.context import Context
 

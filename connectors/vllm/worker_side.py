@@ -208,17 +208,21 @@ class WorkerSide:
 
         def done(right: NDArray[np.bool_]) -> None:
             loaded = int(right.sum()) * self._block_bytes
-            timer.done(loaded)
-            with self._lock:
-                self._bad += load.blocks[~right].tolist()
-                self._finished.append(load.request_id)
-                self._report.loaded_bytes += loaded
+            try:
+                timer.done(loaded)
+            finally:  # the engine waits for it, whatever becomes of figures
+                with self._lock:
+                    self._bad += load.blocks[~right].tolist()
+                    self._finished.append(load.request_id)
+                    self._report.loaded_bytes += loaded
 
         def landed(right: bool) -> None:
-            timer.landed()
-            with self._lock:
-                self._report.landed.append(load.load_id)
-                self._unsafe = self._unsafe or not right
+            try:
+                timer.landed()
+            finally:
+                with self._lock:
+                    self._report.landed.append(load.load_id)
+                    self._unsafe = self._unsafe or not right
 
         if self._copier is None or not len(load.slots):
             done(np.zeros(len(load.blocks), np.bool_))

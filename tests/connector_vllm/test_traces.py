@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fake_store import FakeDaemon, FakeSpace
 from mini_engine import MiniEngine, Request
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -48,11 +48,14 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     assert not guard.failures
 
 
-def run(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, headers: Any, **options: Any) -> None:
+def run(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, headers: Any, **options: Any
+) -> MiniEngine:
     with monkeypatch.context() as patch:
         patch.setattr(Request, "trace_headers", headers, raising=False)
         engine = MiniEngine(daemon, **options)
         engine.run(engine.add(PROMPT, 1))
+    return engine
 
 
 def test_a_request_s_trace_reaches_the_daemon_and_every_worker(
@@ -127,3 +130,32 @@ def test_a_trace_is_passed_on_where_nothing_is_recorded(
 ) -> None:
     run(FakeDaemon(), monkeypatch, HEADERS)
     assert told == [HEADERS["traceparent"]]
+
+
+@pytest.mark.parametrize("hook", ["on_start", "on_end"])
+def test_a_span_processor_that_raises_fails_no_load_and_no_store(
+    monkeypatch: pytest.MonkeyPatch, until: Callable[..., None], hook: str
+) -> None:
+    """It is the program's around us; an engine would wait for ever for what is not reported."""
+    raised = list[str]()
+
+    class Broken(SpanProcessor):
+        pass
+
+    def broken(_self: Any, span: Any, **_: Any) -> None:
+        raised.append(span.name)
+        raise RuntimeError("a broken span processor")
+
+    setattr(Broken, hook, broken)
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(Broken())
+    tracing.use_provider(provider)
+    try:
+        daemon = FakeDaemon()
+        run(daemon, monkeypatch, HEADERS)
+        until(lambda: sum(outcome > 0 for outcome in daemon.commits) == 8)
+        warm = run(daemon, monkeypatch, HEADERS)
+    finally:
+        tracing.use_provider(None)
+    assert (warm.loaded_tokens, warm.failed_blocks) == (len(PROMPT), 0)
+    assert {"kvstore.lookup", "kvstore.load", "kvstore.store"} <= set(raised)

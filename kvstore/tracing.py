@@ -132,11 +132,12 @@ def current() -> str:
     own = _current.get()
     if own or _find_tracer() is None:
         return own
+    text = ""
     with _contained():
         from opentelemetry import trace
 
-        return _as_text(trace.get_current_span().get_span_context())
-    return ""
+        text = _as_text(trace.get_current_span().get_span_context())
+    return text
 
 
 def metadata() -> tuple[tuple[str, str], ...] | None:

@@ -132,6 +132,12 @@ class Held(Protocol):
     def __exit__(self, *what: object) -> None:
         """Let go."""
 
+    def mapped(self, shard: int) -> bool:
+        """Return, at once, whether nothing here waits for memory to be mapped."""
+
+    def map(self, shard: int, timeout_s: float) -> None:
+        """Map what is not yet; wait so long for the daemon to announce it."""
+
     def addresses(self, shard: int) -> NDArray[np.uint64]:
         """Addresses of the slots' bytes in this process."""
 

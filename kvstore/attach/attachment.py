@@ -285,6 +285,12 @@ class Attachment(Calls):
         current = self._current
         return current is not None and current.slabs.wait_filled(timeout_s)
 
+    @property
+    def unfilled(self) -> int:
+        """How often memory could not be faulted in ahead, under this attachment."""
+        current = self._current
+        return current.slabs.unfilled if current else 0
+
     def rest(self, resting: bool) -> None:
         """Let background work on mapped memory wait while this process needs its processors.
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.attach.located import Located
-from kvstore.attach.slabs import SlabTable
+from kvstore.attach.slabs import ANNOUNCEMENT_SECONDS, SlabTable
 from kvstore.wire import SlotArray
 
 __all__ = ["Held"]
@@ -32,13 +32,42 @@ class Held:
         self._located: dict[int, Located] = {}
         self._use: int | None = slabs.use(slots["group"])
 
-    def _locate(self, shard: int) -> Located:
+    def _locate(self, shard: int, timeout_s: float = ANNOUNCEMENT_SECONDS) -> Located:
         found = self._located.get(shard)
         if found is None:
-            found = self._slabs.locate(self._slots, shard)
-            if self._use is not None:
-                self._located[shard] = found
+            found = self._keep(shard, self._slabs.locate(self._slots, shard, timeout_s))
         return found
+
+    def _keep(self, shard: int, found: Located) -> Located:
+        if self._use is not None:
+            self._located[shard] = found
+        return found
+
+    def mapped(self, shard: int) -> bool:
+        """Return, at once, whether all slots of a shard are mapped: then nothing here waits.
+
+        Raises:
+            AttachmentLost: a group has no such slot.
+        """
+        if shard in self._located:
+            return True
+        found = self._slabs.locate_mapped(self._slots, shard)
+        if found is None:
+            return False
+        self._keep(shard, found)
+        return True
+
+    def map(self, shard: int, timeout_s: float) -> None:
+        """Map the slots of a shard.
+
+        Args:
+            shard: which.
+            timeout_s: to wait for groups to be announced; mapping itself takes what it takes.
+
+        Raises:
+            AttachmentLost: a group was not announced in that time, or cannot be mapped.
+        """
+        self._locate(shard, timeout_s)
 
     def addresses(self, shard: int) -> NDArray[np.uint64]:
         """Return the address of each slot of a shard, shape (n,).

@@ -5,6 +5,12 @@ a group, and ending the whole table, stop new copies at once and leave the unmap
 finishes the last one, so that nobody waits. Unmapping (and unpinning, which takes milliseconds)
 happens outside the lock: nobody can map a group again whose announcement is gone.
 
+Mapping happens outside the lock too: opening device memory takes up to hundreds of milliseconds, and
+those who copy elsewhere must not notice. One thread maps a slab; whoever needs the same one meanwhile
+waits for what it comes to, a failure included, and tries anew only when asked again. Whoever
+maps is a user of the group: retired meanwhile, it is unmapped by the last user as ever, and so
+is everything once the table has ended. Who cannot wait asks `locate` for what is mapped already.
+
 With `pin_with`, background threads pin every host slab from its announcement on, and open GPU slabs
 before somebody needs them.
 """
@@ -14,6 +20,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -29,20 +36,34 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.units import MIB
 from kvstore.wire import SlotArray
 
-__all__ = ["SlabTable"]
+__all__ = ["ANNOUNCEMENT_SECONDS", "SlabTable"]
 
 _log: Final = logging.getLogger(__name__)
 
 # Announcements travel on another stream than grants and leases and may come a little later.
-_ANNOUNCEMENT_SECONDS: Final = 1.0
+ANNOUNCEMENT_SECONDS: Final = 1.0
 # An engine that starts beside a daemon with a full pool is asked for it seconds later.
 _PINNING_THREADS: Final = 4
 # Of page tables filled at once: half a millisecond, in which nobody can map or unmap anything.
 _FILL_BYTES: Final = 2 * MIB
 
 
+class _Attempt:
+    """A slab that some thread is mapping. `error` is read once it is `over`."""
+
+    __slots__ = ("error", "over")
+
+    def __init__(self) -> None:
+        self.over = False
+        self.error = ""
+
+
 class SlabTable:
-    """All slabs of one attachment. Every method may be called from any thread."""
+    """All slabs of one attachment. Every method may be called from any thread.
+
+    Attributes:
+        unfilled: so many times page tables could not be filled ahead: copies take the faults.
+    """
 
     def __init__(
         self,
@@ -63,6 +84,7 @@ class SlabTable:
         self._changed = threading.Condition()
         self._announced: dict[tuple[int, int], pb.Slab] = {}
         self._mapped: dict[tuple[int, int], MappedSlab] = {}
+        self._mapping: dict[tuple[int, int], _Attempt] = {}
         # Copies under way, by number: the groups of each one's slots.
         self._using: dict[int, NDArray[np.uint32]] = {}
         self._uses = itertools.count()
@@ -73,6 +95,7 @@ class SlabTable:
         self._ended: str = ""
         self._when_idle: Callable[[], None] | None = None
         self._prefaulter = Prefaulter(self._fill, rest)
+        self.unfilled = 0
 
     def announce(self, slab: pb.Slab) -> None:
         """Take note of a slab; it is mapped when it is first needed, or a little before."""
@@ -200,8 +223,15 @@ class SlabTable:
         except CudaError as error:
             _log.warning("device memory of the daemon was not closed: %s", error)
 
-    def slab(self, group: int, shard: int) -> MappedSlab:
-        """Return a slab, mapped. Waits up to a second for its announcement.
+    def slab(self, group: int, shard: int, timeout_s: float = ANNOUNCEMENT_SECONDS) -> MappedSlab:
+        """Return a slab, mapped. Call between use and unuse.
+
+        Waits for its announcement, and for as long as it takes to map it.
+
+        Args:
+            group: of the slab.
+            shard: of the slab.
+            timeout_s: to wait for its announcement.
 
         Raises:
             AttachmentLost: it was not announced, or cannot be mapped.
@@ -213,20 +243,43 @@ class SlabTable:
         with self._changed:
             self._changed.wait_for(
                 lambda: place in self._announced or self._ended or group in self._retired,
-                _ANNOUNCEMENT_SECONDS,
+                timeout_s,
             )
-            if place in self._mapped:
-                return self._mapped[place]
-            if place not in self._announced:
+            others = self._mapping.get(place)
+            if others is not None:
+                self._changed.wait_for(lambda: others.over)
+            slab = self._mapped.get(place)
+            if slab is not None:
+                return slab
+            if others is not None:
+                raise AttachmentLost(others.error)
+            announced = self._announced.get(place)
+            if announced is None:
                 raise AttachmentLost(self._ended or f"slab group {group} was never announced")
-            try:
-                slab = map_slab(self._announced[place], self._device)
-            except (CudaError, OSError, ValueError) as error:
-                raise AttachmentLost(f"slab group {group} cannot be mapped: {error}") from error
-            self._mapped[place] = slab
-            self._arrays.clear()
-            self._prefaulter.used(group, shard, slab.mapping.length)
-            return slab
+            attempt = self._mapping[place] = _Attempt()
+        return self._map(announced, attempt)
+
+    def _map(self, announced: pb.Slab, attempt: _Attempt) -> MappedSlab:
+        """Map a slab that nobody else is mapping, and tell those who wait for it."""
+        place = announced.group, announced.shard
+        slab: MappedSlab | None = None
+        attempt.error = f"slab group {announced.group} cannot be mapped"
+        try:
+            slab = map_slab(announced, self._device)
+        except (CudaError, OSError, ValueError) as error:
+            attempt.error += f": {error}"
+            raise AttachmentLost(attempt.error) from error
+        finally:
+            with self._changed:
+                if slab is not None:
+                    self._mapped[place] = slab
+                    self._arrays.clear()
+                del self._mapping[place]
+                attempt.over = True
+                self._changed.notify_all()
+                if slab is not None:
+                    self._prefaulter.used(*place, slab.mapping.length)
+        return slab
 
     def _fill(self, group: int, shard: int, start: int) -> int:
         """Pin a slab, or fill a piece of its page tables.
@@ -253,40 +306,72 @@ class SlabTable:
             if pins is not None:
                 if not slab.device_uuid:
                     # First: who pins holds up the GPU, who fills page tables does not.
-                    slab.mapping.populate()
+                    self._note_unfilled(slab.mapping.populate)
                 slab.pin(pins, self._pinned_some)
             elif not slab.device_uuid:
                 length = min(_FILL_BYTES, slab.mapping.length - start)
-                slab.mapping.fault_in(start, length)
-                after = (start + length) % slab.mapping.length
-        except (AttachmentLost, OSError) as error:
+                if self._note_unfilled(lambda: slab.mapping.fault_in(start, length)):
+                    after = (start + length) % slab.mapping.length
+        except AttachmentLost as error:
             _log.debug("slab %d of shard %d: %s", group, shard, error)
         finally:
             self.unuse(use)
         return after
 
+    def _note_unfilled(self, fill: Callable[[], object]) -> bool:
+        """Fill page tables; return whether the kernel did. Copies work without, more slowly."""
+        try:
+            fill()
+        except OSError as error:
+            with self._changed:
+                self.unfilled += 1
+                first = self.unfilled == 1
+            if first:
+                _log.warning("memory is not faulted in ahead, first copies are slower: %s", error)
+            return False
+        return True
+
     def _pinned_some(self) -> None:
         with self._changed:
             self._arrays.clear()
 
-    def locate(self, slots: SlotArray, shard: int) -> Located:
-        """Look up where slots of a shard lie. Call between use and unuse.
+    def locate(
+        self, slots: SlotArray, shard: int, timeout_s: float = ANNOUNCEMENT_SECONDS
+    ) -> Located:
+        """Look up where slots of a shard lie, mapping what is not. Call between use and unuse.
+
+        Args:
+            slots: shape (n,).
+            shard: of the slots.
+            timeout_s: to wait for announcements, all together.
 
         Raises:
             AttachmentLost: a slot's group is not there; see `slab`.
         """
-        arrays = self._arrays.get(shard)
-        found = arrays.find(slots) if arrays is not None else None
+        found = self.locate_mapped(slots, shard)
         if found is None:
+            until = time.monotonic() + timeout_s
             for group in np.unique(slots["group"]).tolist():
-                self.slab(group, shard)
-            with self._changed:
-                mine = [slab for place, slab in self._mapped.items() if place[1] == shard]
-                arrays = self._arrays[shard] = SlabArrays(mine)
-            found = arrays.find(slots)
+                self.slab(group, shard, max(0.0, until - time.monotonic()))
+            found = self.locate_mapped(slots, shard)
         if found is None:
             raise AttachmentLost(self._ended or "slabs went while they were in use")
         return found
+
+    def locate_mapped(self, slots: SlotArray, shard: int) -> Located | None:
+        """Look up where slots lie; None, at once, when a slab of theirs is not mapped yet.
+
+        Call between use and unuse.
+
+        Raises:
+            AttachmentLost: a slab has no such slot.
+        """
+        arrays = self._arrays.get(shard)
+        if arrays is None:
+            with self._changed:
+                mine = [slab for place, slab in self._mapped.items() if place[1] == shard]
+                arrays = self._arrays[shard] = SlabArrays(mine)
+        return arrays.find(slots)
 
 
 def _close(slabs: list[MappedSlab]) -> None:

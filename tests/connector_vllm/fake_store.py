@@ -308,6 +308,12 @@ class FakeHeld:
     def __exit__(self, *what: object) -> None:
         return None
 
+    def mapped(self, shard: int) -> bool:
+        return True
+
+    def map(self, shard: int, timeout_s: float) -> None:
+        pass
+
     def addresses(self, shard: int) -> NDArray[np.uint64]:
         base, stride = self._memory[shard].ctypes.data, self._memory.shape[2]
         return self._slots["index"].astype(np.uint64) * np.uint64(stride) + np.uint64(base)

@@ -139,16 +139,12 @@ def test_a_span_processor_that_raises_fails_no_load_and_no_store(
     """It is the program's around us; an engine would wait for ever for what is not reported."""
     raised = list[str]()
 
-    class Broken(SpanProcessor):
-        pass
-
     def broken(_self: Any, span: Any, **_: Any) -> None:
         raised.append(span.name)
         raise RuntimeError("a broken span processor")
 
-    setattr(Broken, hook, broken)
     provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(Broken())
+    provider.add_span_processor(type("Broken", (SpanProcessor,), {hook: broken})())
     tracing.use_provider(provider)
     try:
         daemon = FakeDaemon()

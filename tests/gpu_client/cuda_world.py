@@ -16,6 +16,7 @@ from kvstore.connectors.vllm.copier import SlotRun
 from kvstore.connectors.vllm.cuda.copier import CudaCopier
 from kvstore.connectors.vllm.cuda.routes import Route, route_of
 from kvstore.connectors.vllm.geometry import Geometry
+from kvstore.cudart import CudaError
 from kvstore.errors import AttachmentLost
 
 BOOT = b"boot"
@@ -40,6 +41,8 @@ class World:
     found_late: bool = False
     waits: int = 0
     users: int = 0
+    # How long what is not `mapped` is waited for.
+    announcement_s: float = 60.0
     inbound_blocks: int = 1 << 20
     room: int = 1 << 40
 
@@ -58,6 +61,8 @@ class World:
             layout="test",
         )
         assert route_of(self.geometry, GROUP_BLOCKS) is self.route
+        self.mapped = threading.Event()
+        self.mapped.set()
         self.memory = np.zeros((SLOTS, GROUP_BLOCKS * self.geometry.block_bytes), np.uint8)
         self.generations = np.zeros(SLOTS, np.uint64)
         self.pieces: list[int] = []
@@ -159,7 +164,15 @@ class Held:
     def done(self) -> None:
         self.world.users -= 1
 
+    def mapped(self, shard: int) -> bool:
+        return self.world.mapped.is_set()
+
+    def map(self, shard: int, timeout_s: float) -> None:
+        if not self.world.mapped.wait(min(timeout_s, self.world.announcement_s)):
+            raise AttachmentLost("never announced")
+
     def places(self, shard: int) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
+        self.map(shard, 60.0)
         memory = self.world.memory
         base, stride = np.uint64(memory.ctypes.data), np.uint64(memory.shape[1])
         addresses = base + self.named["index"].astype(np.uint64) * stride
@@ -200,6 +213,19 @@ class Result:
 
 def pattern(value: int, salt: int) -> int:
     return (31 * value + 7 * salt) % 251 + 1
+
+
+def failing_once(call: Callable[..., Any], when: Callable[..., bool]) -> Callable[..., Any]:
+    """Return a call of the runtime that fails the first time that its arguments are like that."""
+    failed = list[bool]()
+
+    def once(*arguments: Any, **options: Any) -> Any:
+        if not failed and when(*arguments, **options):
+            failed.append(True)
+            raise CudaError(2, "out of memory (2)")
+        return call(*arguments, **options)
+
+    return once
 
 
 Make = Callable[..., World]

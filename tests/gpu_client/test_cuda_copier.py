@@ -5,17 +5,15 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
-from cuda_world import BLOCKS, BOOT, GROUP_BLOCKS, SHAPES, Make, Result, pattern
+from cuda_world import BLOCKS, BOOT, GROUP_BLOCKS, SHAPES, Make, Result, failing_once, pattern
 from fake_cuda import COMPUTE
 from numpy.typing import NDArray
 
 from kvstore.attach.mapped import DEVICE, PAGEABLE, PINNED
-from kvstore.connectors.vllm.copier import ATTACH_SECONDS, SlotRun
+from kvstore.connectors.vllm.copier import SlotRun
 from kvstore.connectors.vllm.cuda import pipe
 from kvstore.connectors.vllm.cuda.routes import Route
 from kvstore.cudart import CudaError
@@ -208,28 +206,6 @@ def test_a_daemon_that_is_gone_fails_loads(make: Make) -> None:
 
 @ways
 @reaches
-def test_a_load_waits_for_a_restarted_daemon_while_the_engine_goes_on(
-    make: Make, route: Route, reach: int
-) -> None:
-    """The scheduler found the new run first; blocks may still be written by an earlier step."""
-    world = make(route, 3, reach=reach)
-    for slot in range(2):
-        world.fill(slot, slot)
-    world.boot_id, world.alive, world.found_late = b"earlier", False, True
-    blocks = list(range(8, 16))
-    world.compute(blocks, 77)
-    result = world.load(blocks, 0, 1, idle=True)
-    assert result.early is False
-    assert result.wait().all()
-    assert world.waits == 1
-    found = world.seen(blocks)
-    world.cuda.drain()
-    for i, got in enumerate(found):
-        assert (got == pattern(*divmod(i, GROUP_BLOCKS))).all(), i
-
-
-@ways
-@reaches
 @pytest.mark.parametrize("operations", [0, 1, 2, 5])
 def test_a_copy_that_breaks_off_is_reported_when_nothing_of_it_is_under_way(
     make: Make, route: Route, reach: int, operations: int
@@ -267,15 +243,15 @@ def test_a_gpu_with_little_memory_left_gets_a_smaller_ring(make: Make) -> None:
 def test_stores_that_would_hold_up_the_engine_are_given_up_at_once(make: Make) -> None:
     world = make(Route.RING, reach=PAGEABLE)
     world.compute([1, 2, 3, 4], 1)
-    world.copier._slow_bytes = 1 << 40  # many are on their way
+    world.copier._detour.stored_bytes = 1 << 40  # many are on their way
     refused = world.store([1, 2, 3, 4], 0)
-    assert refused.said == [False]
+    assert refused.wait() is False
     assert not world.users
-    world.copier._slow_bytes = 0
+    world.copier._detour.stored_bytes = 0
     assert world.store([1, 2, 3, 4], 0).wait() is True
-    assert world.copier._slow_bytes == 0
+    assert world.copier._detour.stored_bytes == 0
     world.reach = PINNED
-    world.copier._slow_bytes = 1 << 40
+    world.copier._detour.stored_bytes = 1 << 40
     assert world.store([1, 2, 3, 4], 1).wait() is True
 
 
@@ -288,7 +264,7 @@ def test_a_slow_store_is_given_up_when_its_blocks_get_new_owners(make: Make) -> 
     def hold_up() -> None:
         assert free.wait(60)
 
-    world.copier._slow_lanes[False].submit(hold_up)
+    world.copier._detour.lanes[False].submit(hold_up)
     store = world.store([1, 2, 3, 4], 0)
     reused = threading.Thread(target=world.copier.reuse, args=(np.array([3], np.int32),))
     reused.start()
@@ -347,19 +323,6 @@ def test_a_broken_copy_by_the_cpu_has_ended_when_it_says_so(
     assert copied == [True, True]
 
 
-def failing_once(call: Callable[..., Any], when: Callable[..., bool]) -> Callable[..., Any]:
-    """Return a call of the runtime that fails the first time that its arguments are like that."""
-    failed = list[bool]()
-
-    def once(*arguments: Any, **options: Any) -> Any:
-        if not failed and when(*arguments, **options):
-            failed.append(True)
-            raise CudaError(2, "out of memory (2)")
-        return call(*arguments, **options)
-
-    return once
-
-
 def test_an_early_load_that_the_engine_cannot_wait_for_is_reported(make: Make) -> None:
     world = make(Route.RING)
     world.cuda.stream_wait_event = failing_once(  # type: ignore[method-assign]
@@ -394,46 +357,6 @@ def test_a_store_that_the_engine_cannot_wait_for_is_not_whole(make: Make) -> Non
     free.set()
     assert store.wait() is False
     assert other.wait() is True
-
-
-def test_a_load_from_a_daemon_found_late_is_reported_though_it_cannot_begin(make: Make) -> None:
-    world = make(Route.RING, boot_id=b"another")
-    world.cuda.event_record = failing_once(  # type: ignore[method-assign]
-        world.cuda.event_record, lambda event, stream: stream == COMPUTE
-    )
-    assert not world.load([1, 2, 3, 4], 0).wait().any()
-
-
-def test_loads_from_a_daemon_that_is_not_found_wait_together(make: Make) -> None:
-    """Not one after the other: the last of many would wait for minutes."""
-    world = make(Route.RING, boot_id=b"another")
-    asked, patience = threading.Event(), list[float]()
-
-    def wait_run(boot_id: bytes, timeout_s: float) -> bool:
-        patience.append(timeout_s)
-        assert asked.wait(60)
-        time.sleep(0.05)
-        return False
-
-    world.wait_run = wait_run  # type: ignore[method-assign]
-    loads = [world.load([1, 2, 3, 4], 0) for _ in range(3)]
-    asked.set()
-    assert not any(load.wait().any() for load in loads)
-    assert patience[1] <= ATTACH_SECONDS - 0.05
-    assert patience[2] <= ATTACH_SECONDS - 0.1
-
-
-def test_a_load_that_gets_no_event_leaves_every_event_with_one_owner(make: Make) -> None:
-    world = make(Route.RING, reach=DEVICE)
-    world.cuda.event_create = failing_once(  # type: ignore[method-assign]
-        world.cuda.event_create, lambda *, timing=False, spin=False: spin
-    )
-    assert not world.load([1, 2, 3, 4], 0).wait().any()
-    events = world.copier._events
-    taken = [events.take() for _ in range(4)]
-    assert len(set(taken)) == 4
-    for event in taken:
-        events.give(event)
 
 
 def test_whoever_fails_to_hear_of_a_load_holds_up_nobody(make: Make) -> None:

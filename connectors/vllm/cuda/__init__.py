@@ -3,7 +3,8 @@
 What runs where:
 
 - The engine's thread *submits*: it works out addresses (numpy), uploads one table per copy, and
-  queues copies, kernels and waits on streams of our own (`pipe`). It waits for nothing.
+  queues copies, kernels and waits on streams of our own (`pipe`). It waits for nothing,
+  not for the daemon's announcement of a slab, nor for its being mapped either.
 - The GPU orders everything: a store waits for an event of the compute stream recorded when it was
   submitted; a load likewise, because blocks that were handed out may still be written by a step in
   flight. When blocks that a store still reads are handed out, the compute stream waits for the
@@ -14,7 +15,9 @@ What runs where:
   because that takes copies by the CPU. A store that is still in it when its blocks are handed out is
   given up between two chunks: the engine waits for that, not for the rest, and for nothing where the
   store has not begun.
-- A load of a daemon run that this process has not found yet waits for it on a thread.
+- A load of a daemon run that this process has not found yet, or from a slab that it has not mapped,
+  waits for that on a thread. A store to such a slab waits on the bounce buffer's thread, and is
+  given up like any other there.
 
 Which way bytes go (`routes`):
 

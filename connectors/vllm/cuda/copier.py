@@ -1,10 +1,18 @@
 """Copies between a KV cache on a GPU and slots, ordered on the GPU.
 
-The engine's thread calls `load`, `store` and `reuse`; a copy is submitted in the call, unless so much
-is on its way already that submitting would block: then a load is submitted when one before it has
-ended. Threads wait for copies to end, in the order of submission: one for loads from host slots, one
-for loads within the GPU's memory, one for stores; a fourth one submits copies that the CPU must help
-with, a fifth one waits for a daemon that was restarted.
+The engine's thread calls `load`, `store` and `reuse`, and waits for nothing there; a copy is submitted
+in the call, unless
+
+* so much is on its way already that submitting would block: then a load is submitted when one
+  before it has ended;
+* the CPU must help with it: then a thread per direction submits it (`detour`);
+* its slots cannot be touched yet, because this process has not found the daemon's new run, or has
+  not mapped a slab, whose announcement may still be on its way: then a load waits for that on a
+  thread of its own, and a store on the detour's.
+
+Whenever it is submitted, it comes after what the compute stream had to do when it was asked for.
+Threads wait for copies to end, in the order of submission: one for loads from host slots, one
+for loads within the GPU's memory, one for stores.
 
 A load may be reported before its bytes are there (`landed` is given, the engine has nothing else to
 do, and little else is on its way): the compute stream then waits for it on the GPU, so the next
@@ -27,9 +35,10 @@ from numpy.typing import NDArray
 
 from kvstore.attach.mapped import DEVICE, PAGEABLE
 from kvstore.connectors.vllm.copier import Lane, Patience, SlotRun
+from kvstore.connectors.vllm.cuda.detour import Detour
 from kvstore.connectors.vllm.cuda.events import Events
-from kvstore.connectors.vllm.cuda.flight import Flight
-from kvstore.connectors.vllm.cuda.pipe import Device, GivenUp, Mover, Pipe
+from kvstore.connectors.vllm.cuda.flight import Flight, submit
+from kvstore.connectors.vllm.cuda.pipe import Device, Mover, Pipe
 from kvstore.connectors.vllm.cuda.readers import Readers
 from kvstore.connectors.vllm.cuda.routes import Job, Route, job_of, route_of
 from kvstore.connectors.vllm.geometry import Geometry
@@ -46,9 +55,6 @@ _BOUNCE_CHUNK_BYTES: Final = 16 << 20
 # blocks; and a load is reported early only while no more than this is on its way, because the
 # compute stream, and whoever comes next, waits for it.
 _INBOUND_BYTES: Final = 2 << 30
-# Stores to memory that is not pinned (yet), at a time; one alone may be larger. It takes a second:
-# blocks that have new owners by then are not stored.
-_SLOW_BYTES: Final = 4 << 30
 
 
 class CudaCopier:
@@ -114,14 +120,11 @@ class CudaCopier:
         self._loads: Final = Lane("kvstore-load", self._use_device)
         self._near_loads: Final = Lane("kvstore-near", self._use_device)
         self._stores: Final = Lane("kvstore-store", self._use_device)
-        # Pinning takes seconds: the first copies may well need them. Made here, because an engine may
+        # Pinning takes seconds: the first copies may well need it. Made here, because an engine may
         # capture CUDA graphs next, which other threads must not disturb.
-        self._slow: Final = {
-            to_cache: make_pipe(to_cache=to_cache, bounce=True) for to_cache in (True, False)
-        }
-        self._slow_lanes: Final = {
-            to_cache: Lane("kvstore-bounce", self._use_device) for to_cache in (True, False)
-        }
+        self._detour: Final = Detour(
+            lambda to_cache: make_pipe(to_cache=to_cache, bounce=True), self._use_device
+        )
         self._late_loads: Final = Lane("kvstore-late", self._use_device)
         self._events: Final = Events(device)
         self._spinning: Final = Events(device, spin=True)
@@ -132,7 +135,6 @@ class CudaCopier:
         # Loads of host slots that are not submitted yet, in order, and bytes of those that are.
         self._queue: deque[tuple[Flight, Job]] = deque()
         self._inbound = 0
-        self._slow_bytes = 0
         self._submitting = threading.Lock()
         self._closed = False
 
@@ -153,18 +155,21 @@ class CudaCopier:
         idle: bool = False,
     ) -> bool:
         """See `Copier.load`."""
-        self._serving()
-        if not self._granted(run):
-            self._load_late(blocks, run, skip, done)
-            return False
         flight: Flight | None = None
         pipe, lane = self._in, self._loads
         try:
+            self._serving()
+            if not self._granted(run):
+                self._load_late(self._begun(), None, blocks, run, skip, done)
+                return False
             flight = self._board(run)
-            job = self._job(flight, blocks, run, skip)
+            if not flight.held.mapped(self._shard):
+                self._load_late(flight.begun, flight, blocks, run, skip, done)
+                return False
+            job = self._job(flight, blocks, skip)
             if job.least == PAGEABLE:
                 log_once(logging.INFO, "a load takes longer: its memory is not pinned yet")
-                self._submit_slowly(flight, job, to_cache=True)
+                self._detour.submit(flight, lambda: job, to_cache=True)
                 landed = None
             elif job.least == DEVICE:
                 # Not behind those that are on the bus.
@@ -172,7 +177,7 @@ class CudaCopier:
                 spinning = self._spinning.take()
                 self._events.give(flight.done)
                 flight.done, flight.spins = spinning, True
-                self._submit(pipe, flight, job, to_cache=True)
+                submit(pipe, flight, job, to_cache=True)
             else:
                 flight.length = len(blocks) * self._geometry.block_bytes
                 self._queue.append((flight, job))
@@ -199,27 +204,33 @@ class CudaCopier:
 
     def _load_late(
         self,
+        begun: int,
+        flight: Flight | None,
         blocks: NDArray[np.int32],
         run: SlotRun,
         skip: int,
         done: Callable[[NDArray[np.bool_]], None],
     ) -> None:
-        """Load from a daemon that another process of the engine has found a moment before."""
-        try:
-            begun = self._begun()
-        except KVStoreError as error:
-            tell_failed("load", error)
-            done(np.zeros(len(blocks), np.bool_))
-            return
+        """Load what this process cannot touch yet; see the module. Returns at once.
 
+        Args:
+            begun: recorded when the load was asked for.
+            flight: the load, if the daemon's run is the one that this process is attached to; None:
+                another process of the engine has found that run a moment before.
+            blocks: see `load`, also for what follows.
+            run: slots.
+            skip: blocks that are not wanted.
+            done: takes what is right.
+        """
         patience = Patience()
 
-        def load() -> None:
-            self._attachment.wait_run(run.boot_id, patience.left())
-            flight: Flight | None = None
+        def load(flight: Flight | None) -> None:
             try:
-                flight = self._board(run, begun)
-                job = self._job(flight, blocks, run, skip)
+                if flight is None:
+                    self._attachment.wait_run(run.boot_id, patience.left())
+                    flight = self._board(run, begun)
+                flight.held.map(self._shard, patience.left())
+                job = self._job(flight, blocks, skip)
             except Exception as error:  # noqa: BLE001 - the thread's boundary: fail this load
                 tell_failed("load", error)
                 if flight is None:
@@ -228,11 +239,11 @@ class CudaCopier:
                     self._leave(flight)
                 done(np.zeros(len(blocks), np.bool_))
                 return
-            self._submit_slowly(flight, job, to_cache=True)
-            count = len(blocks)
-            self._loads.submit(lambda: self._loaded(self._in, flight, run, skip, count, done, None))
+            self._detour.submit(flight, lambda: job, to_cache=True)
+            late, count = flight, len(blocks)
+            self._loads.submit(lambda: self._loaded(self._in, late, run, skip, count, done, None))
 
-        self._late_loads.submit(load)
+        self._late_loads.submit(lambda: load(flight))
 
     def _submit_queued(self) -> None:
         """Submit loads in their order, as many as the GPU's queues take without blocking."""
@@ -244,7 +255,7 @@ class CudaCopier:
                     flight, job = self._queue.popleft()
                     self._inbound += flight.length
                 try:
-                    self._submit(self._in, flight, job, to_cache=True)
+                    submit(self._in, flight, job, to_cache=True)
                 except Exception as error:  # noqa: BLE001 - the boundary: fail this load
                     tell_failed("load", error)
                     flight.failed = True
@@ -323,24 +334,26 @@ class CudaCopier:
 
     def store(self, blocks: NDArray[np.int32], run: SlotRun, done: Callable[[bool], None]) -> None:
         """See `Copier.store`."""
-        self._serving()
         flat = blocks.ravel()
         flight: Flight | None = None
         number = 0
         try:
+            self._serving()
             flight = self._board(run)
             flight.read = self._events.take()
-            job = self._job(flight, flat, run, 0)
-            slowly = job.least == PAGEABLE
-            if slowly and not self._take_slow(flight, len(flat) * self._geometry.block_bytes):
-                self._leave(flight)
-                done(False)
-                return
-            number = self._readers.add(flat, flight)
-            if slowly:
-                self._submit_slowly(flight, job, to_cache=False)
+            at_once = flight.held.mapped(self._shard)
+            job = self._job(flight, flat, 0) if at_once else None
+            if job is not None and job.least != PAGEABLE:
+                number = self._readers.add(flat, flight)
+                submit(self._out, flight, job, to_cache=False)
+            elif self._detour.admit(flight, len(flat) * self._geometry.block_bytes):
+                number = self._readers.add(flat, flight)
+                late = flight
+                self._detour.submit(flight, lambda: job or self._job(late, flat, 0), to_cache=False)
             else:
-                self._submit(self._out, flight, job, to_cache=False)
+                refused = flight
+                self._stores.submit(lambda: self._refused(refused, done))
+                return
         except Exception as error:  # noqa: BLE001 - the boundary: fail this store
             tell_failed("store", error)
             if flight is None:
@@ -350,21 +363,16 @@ class CudaCopier:
             flight.submitted.set()
         self._stores.submit(lambda: self._stored(number, flight, done))
 
-    def _take_slow(self, flight: Flight, length: int) -> bool:
-        """Return whether one more store may go through the bounce buffer."""
-        with self._guard:
-            if self._slow_bytes and self._slow_bytes + length > _SLOW_BYTES:
-                return False
-            flight.length = length
-            self._slow_bytes += length
-            return True
+    def _refused(self, flight: Flight, done: Callable[[bool], None]) -> None:
+        """On the stores' thread, because letting slots go may unmap them: nothing was begun."""
+        self._leave(flight)
+        done(False)
 
     def _stored(self, number: int, flight: Flight, done: Callable[[bool], None]) -> None:
         """On the stores' thread: wait for a store."""
         arrived = self._arrived("store", self._out, flight)
         self._readers.remove(number)
-        with self._guard:
-            self._slow_bytes -= flight.length
+        self._detour.left(flight)
         self._leave(flight)
         done(arrived and not flight.spoiled)
 
@@ -383,16 +391,13 @@ class CudaCopier:
         """Let the compute stream wait for stores; give up those that it would wait for too long."""
         for flight in found.values():
             if not flight.submitted.is_set():
-                # One that the CPU must help with. Rather store less than let the engine wait.
-                with self._guard:
-                    flight.given_up = True
-                    begun = flight.begun_by_cpu
-                if not begun:
+                # On the detour. Rather store less than let the engine wait.
+                if not self._detour.give_up(flight):
                     # It reads nothing, and those before it may take a second.
                     continue
                 flight.submitted.wait()
             if flight.failed:
-                self._slow[False].synchronize()
+                self._detour.synchronize(False)
                 if not flight.given_up:
                     self._out.synchronize()
         if found:
@@ -413,57 +418,22 @@ class CudaCopier:
             begun: what it had to do when the copy was asked for, if that was before.
         """
         held = self._attachment.using(run.slots, boot_id=run.boot_id, writer_id=run.writer_id)
-        try:
-            return Flight(held, begun or self._begun(), 0, self._events.take())
-        except BaseException:
-            held.done()
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(held.done)
+            if not begun:
+                begun = self._begun()
+                undo.callback(self._events.give, begun)
+            flight = Flight(held, begun, 0, self._events.take())
+            undo.pop_all()
+        return flight
 
-    def _job(self, flight: Flight, blocks: NDArray[np.int32], run: SlotRun, skip: int) -> Job:
+    def _job(self, flight: Flight, blocks: NDArray[np.int32], skip: int) -> Job:
+        """Look up where blocks go; waits where slots are not mapped."""
         held, shard, group = flight.held, self._shard, self._group_blocks
         addresses, reach = held.places(shard)
         return job_of(
             self._geometry, blocks, addresses, reach, lambda: held.stretches(shard), skip, group
         )
-
-    @staticmethod
-    def _submit(pipe: Pipe, flight: Flight, job: Job, *, to_cache: bool) -> None:
-        if job.most == DEVICE and not to_cache:
-            raise ValueError("slots on the GPU are for reading only")
-        pipe.begin(flight.begun, lambda: flight.given_up)
-        if job.least == DEVICE:
-            pipe.device(job)
-        elif job.most == DEVICE:
-            here = job.reach == DEVICE
-            pipe.device(job.part(here))
-            pipe.host(job.part(~here))
-        else:
-            pipe.host(job)
-        if to_cache:
-            pipe.end(flight.done)
-        else:
-            pipe.end(flight.done, flight.read)
-        flight.submitted.set()
-
-    def _submit_slowly(self, flight: Flight, job: Job, *, to_cache: bool) -> None:
-        """Let another thread submit, because the CPU must copy too."""
-
-        def submit() -> None:
-            try:
-                with self._guard:
-                    flight.begun_by_cpu = begun = not flight.given_up
-                if begun:
-                    self._submit(self._slow[to_cache], flight, job, to_cache=to_cache)
-            except GivenUp:
-                pass
-            except Exception as error:  # noqa: BLE001 - the thread's boundary: fail this copy
-                tell_failed("copy", error)
-            finally:
-                # Whatever has been submitted of it, it is not whole.
-                flight.failed = not flight.submitted.is_set()
-                flight.submitted.set()
-
-        self._slow_lanes[to_cache].submit(submit)
 
     def _arrived(self, what: str, pipe: Pipe, flight: Flight) -> bool:
         """Wait for a copy; return whether it went well. Afterwards nothing of it is under way."""
@@ -481,8 +451,8 @@ class CudaCopier:
         return False
 
     def _quiet(self, pipe: Pipe) -> None:
-        for one in (pipe, *self._slow.values()):
-            one.synchronize()
+        pipe.synchronize()
+        self._detour.synchronize(True, False)
 
     def _leave(self, flight: Flight) -> None:
         flight.held.done()
@@ -496,10 +466,12 @@ class CudaCopier:
         if self._closed:
             return
         self._closed = True
-        slow = self._slow_lanes.values()
-        for lane in (self._late_loads, *slow, self._near_loads, self._loads, self._stores):
+        self._late_loads.close()
+        self._detour.end()
+        for lane in (self._near_loads, self._loads, self._stores):
             lane.close()
-        for pipe in (self._in, self._near, self._out, *self._slow.values()):
+        for pipe in (self._in, self._near, self._out):
             pipe.close()
+        self._detour.close()
         self._events.close()
         self._spinning.close()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+from kvstore.attach.mapped import DEVICE
+from kvstore.connectors.vllm.cuda.pipe import Pipe
+from kvstore.connectors.vllm.cuda.routes import Job
 from kvstore.connectors.vllm.store import Held
 
-__all__ = ["Flight"]
+__all__ = ["Flight", "submit"]
 
 
 @dataclass(slots=True)
@@ -23,7 +26,7 @@ class Flight:
         failed: it was not submitted, or not whole.
         given_up: its blocks get new owners, and it has not been submitted: it is not to be.
         spoiled: its blocks may have been written before it had read them.
-        begun_by_cpu: the thread that submits what the CPU must help with has begun with it.
+        begun_by_cpu: the thread that submits what takes the detour has begun with it.
         before: earlier stores that read some of its blocks too.
         submitted: set when `read` and `done` stand for this copy.
     """
@@ -40,3 +43,29 @@ class Flight:
     begun_by_cpu: bool = False
     before: set[int] = field(default_factory=set)
     submitted: threading.Event = field(default_factory=threading.Event)
+
+
+def submit(pipe: Pipe, flight: Flight, job: Job, *, to_cache: bool) -> None:
+    """Submit all of a copy to a pipe of its direction.
+
+    Raises:
+        ValueError: it would write to the daemon's device memory.
+        GivenUp: it was given up before the last chunk.
+        CudaError: the GPU does not take it; some may be under way.
+    """
+    if job.most == DEVICE and not to_cache:
+        raise ValueError("slots on the GPU are for reading only")
+    pipe.begin(flight.begun, lambda: flight.given_up)
+    if job.least == DEVICE:
+        pipe.device(job)
+    elif job.most == DEVICE:
+        here = job.reach == DEVICE
+        pipe.device(job.part(here))
+        pipe.host(job.part(~here))
+    else:
+        pipe.host(job)
+    if to_cache:
+        pipe.end(flight.done)
+    else:
+        pipe.end(flight.done, flight.read)
+    flight.submitted.set()

@@ -19,8 +19,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstore import tracing
@@ -28,7 +26,8 @@ from kvstore.errors import TierError
 from kvstore.miss import MissReason
 from kvstore.prefetch.admission import admitted
 from kvstore.prefetch.estimate import PathEstimate
-from kvstore.prefetch.queue import Job, JobQueue
+from kvstore.prefetch.move import Move, MoveState, Waiter, WaiterJob
+from kvstore.prefetch.queue import JobQueue
 from kvstore.tiers.base import Outcome, Transfer
 from kvstore.units import KIB, MIB
 
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from kvstore.space import BlockShape
     from kvstore.tiers.base import Slot, Tier
 
-__all__ = ["Promoter", "PromotionHost", "Waiter"]
+__all__ = ["Promoter", "PromotionHost"]
 
 log = logging.getLogger(__name__)
 
@@ -49,23 +48,6 @@ _BATCH_BYTES: Final = 16 * MIB
 _FIRST_BATCH_BYTES: Final = 256 * KIB
 _BATCHES_AT_ONCE: Final = 3
 _ROOM_POLL_SECONDS: Final = 0.05
-
-
-class Waiter(Protocol):
-    """Who waits for promotions. Called on the event loop; must not block or raise.
-
-    Attributes:
-        holding: it holds what lands. Room for others is made only at the cost of blocks that
-            were used less recently: prefetching a chain longer than the pool keeps its head.
-    """
-
-    holding: bool
-
-    def landed(self, block: Block) -> None:
-        """The block has a host copy now; hold it at once or it may be evicted again."""
-
-    def failed(self, block: Block, reason: MissReason) -> None:
-        """The block is not coming."""
 
 
 class PromotionHost(Protocol):
@@ -91,38 +73,6 @@ class PromotionHost(Protocol):
 
         `promoting`: what is held only by those who themselves wait for promotions does not count.
         """
-
-
-class _State(Enum):
-    QUEUED = 1
-    TAKEN = 2  # in a batch that seeks room; goes back, on, or ends before anybody else runs
-    MOVING = 3
-    ENDED = 4
-
-
-@dataclass(eq=False, slots=True)
-class _Move:
-    block: Block
-    jobs: dict[_WaiterJob, None] = field(default_factory=dict)
-    state: _State = _State.QUEUED
-
-
-class _WaiterJob(Job[_Move]):
-    """A job, and what it comes to.
-
-    Attributes:
-        waiter: who is told.
-        moves: those of its moves that have not ended.
-        traceparent: of the request that wants them; "" when nobody traces it.
-    """
-
-    __slots__ = ("moves", "traceparent", "waiter")
-
-    def __init__(self, waiter: Waiter, shape: BlockShape, priority: int, deadline: float) -> None:
-        super().__init__(shape, priority, deadline)
-        self.waiter = waiter
-        self.moves = 0
-        self.traceparent = tracing.carried()
 
 
 class Promoter:
@@ -156,9 +106,9 @@ class Promoter:
         self._host = host
         self._on_corrupt = on_corrupt
         self._on_read = on_read
-        self._moves: dict[Block, _Move] = {}
-        self._jobs: dict[tuple[Waiter, BlockShape, int], _WaiterJob] = {}
-        self._queue: JobQueue[_Move] = JobQueue()
+        self._moves: dict[Block, Move] = {}
+        self._jobs: dict[tuple[Waiter, BlockShape, int], WaiterJob] = {}
+        self._queue: JobQueue[Move] = JobQueue()
         self._bytes = 0
         # Shapes for which there was no room a moment ago.
         self._stalled: set[BlockShape] = set()
@@ -210,26 +160,26 @@ class Promoter:
             priority: class; higher goes first.
             deadline: loop time after which what has not begun is not wanted any more.
         """
-        job: _WaiterJob | None = None
+        job: WaiterJob | None = None
         for block in blocks:
             shape = block.space.shape
             if job is None:
                 name = (waiter, shape, priority)
                 job = self._jobs.get(name)
                 if job is None:
-                    job = self._jobs[name] = _WaiterJob(waiter, shape, priority, deadline)
+                    job = self._jobs[name] = WaiterJob(waiter, shape, priority, deadline)
             move = self._moves.get(block)
             if move is None:
-                move = self._moves[block] = _Move(block)
+                move = self._moves[block] = Move(block)
                 self._bytes += shape.block_bytes
                 self._index.hold_disk(block)
             if job not in move.jobs:
                 move.jobs[job] = None
                 job.moves += 1
                 job.left += shape.block_bytes
-                if move.state is _State.QUEUED:
+                if move.state is MoveState.QUEUED:
                     job.items.append(move)
-                elif move.state is _State.MOVING:
+                elif move.state is MoveState.MOVING:
                     job.moving += shape.block_bytes
         if job is not None and job.items:
             self._queue.add(job)
@@ -249,7 +199,7 @@ class Promoter:
             less than nothing when some of the blocks are themselves in flight.
         """
         own = size = shared = moving = 0
-        job: _WaiterJob | None = None
+        job: WaiterJob | None = None
         for block in blocks:
             if waiter is not None and job is None:
                 job = self._jobs.get((waiter, block.space.shape, priority))
@@ -258,7 +208,7 @@ class Promoter:
             move = self._moves.get(block)
             if move is None:
                 continue
-            if move.state is _State.MOVING:
+            if move.state is MoveState.MOVING:
                 moving += size
             else:
                 shared += size
@@ -274,19 +224,19 @@ class Promoter:
             for job in [job for job in move.jobs if job.waiter is waiter]:
                 self._leave(job, move)
 
-    def _leave(self, job: _WaiterJob, move: _Move) -> None:
+    def _leave(self, job: WaiterJob, move: Move) -> None:
         """A job does not want a move any more."""
         del move.jobs[job]
         self._settle(job, move)
-        if not move.jobs and move.state is _State.QUEUED:
+        if not move.jobs and move.state is MoveState.QUEUED:
             self._end(move)
 
-    def _settle(self, job: _WaiterJob, move: _Move) -> None:
+    def _settle(self, job: WaiterJob, move: Move) -> None:
         """Count a move as over for a job, whatever it came to."""
         size = move.block.space.shape.block_bytes
         job.moves -= 1
         job.left -= size
-        if move.state is _State.MOVING:
+        if move.state is MoveState.MOVING:
             job.moving -= size
         if job.moves:
             self._queue.changed(job)
@@ -296,7 +246,7 @@ class Promoter:
             if self._jobs.get(name) is job:
                 del self._jobs[name]
 
-    def _end(self, move: _Move) -> list[Waiter]:
+    def _end(self, move: Move) -> list[Waiter]:
         """Forget a move; return who waits for it."""
         del self._moves[move.block]
         self._bytes -= move.block.space.shape.block_bytes
@@ -304,7 +254,7 @@ class Promoter:
         jobs, move.jobs = move.jobs, {}
         for job in jobs:
             self._settle(job, move)
-        move.state = _State.ENDED
+        move.state = MoveState.ENDED
         return list(dict.fromkeys(job.waiter for job in jobs))
 
     async def _serve(self) -> None:
@@ -332,12 +282,12 @@ class Promoter:
                     self._fail_taken(move, MissReason.NO_ROOM)
 
     @staticmethod
-    def _older_than(batch: Sequence[_Move]) -> int | None:
+    def _older_than(batch: Sequence[Move]) -> int | None:
         if any(job.waiter.holding for move in batch for job in move.jobs):
             return None
         return max(move.block.sequence for move in batch)
 
-    def _within_quotas(self, batch: list[_Move]) -> list[_Move]:
+    def _within_quotas(self, batch: list[Move]) -> list[Move]:
         """Return the moves that the quotas of their spaces allow now; the others come to nothing."""
         older_than = self._older_than(batch)
         fits = admitted([m.block for m in batch], lambda s, n: self._host.admit(s, n, older_than))
@@ -347,17 +297,17 @@ class Promoter:
             elif not move.jobs:
                 # Who heard that others are not coming may not want it any more.
                 self._end(move)
-        return [move for move in batch if move.state is _State.TAKEN]
+        return [move for move in batch if move.state is MoveState.TAKEN]
 
-    def _put_back(self, moves: Sequence[_Move]) -> None:
+    def _put_back(self, moves: Sequence[Move]) -> None:
         """Moves that found no room are next in their jobs again."""
         for move in reversed(moves):
-            move.state = _State.QUEUED
+            move.state = MoveState.QUEUED
             for job in move.jobs:
                 job.items.appendleft(move)
                 self._queue.add(job)
 
-    def _next_batch(self) -> list[_Move]:
+    def _next_batch(self) -> list[Move]:
         """Take the queued moves that come first among those of one shape, up to a batch.
 
         A job that has nothing more to begin lets the next one fill the batch.
@@ -370,16 +320,16 @@ class Promoter:
                     self._fail_taken(move, self._cause(move.block))
                 elif not move.jobs:
                     self._end(move)
-            left = [move for move in batch if move.state is _State.TAKEN]
+            left = [move for move in batch if move.state is MoveState.TAKEN]
             if left or not batch:
                 return left
 
-    def _gather(self) -> list[_Move]:
-        batch: list[_Move] = []
+    def _gather(self) -> list[Move]:
+        batch: list[Move] = []
         room = 0
         now = asyncio.get_running_loop().time()
         while (job := self._queue.pick(lambda shape: self._fits(shape, batch))) is not None:
-            assert isinstance(job, _WaiterJob)
+            assert isinstance(job, WaiterJob)
             if job.deadline <= now:
                 self._drop(job)
                 continue
@@ -395,7 +345,7 @@ class Promoter:
                 most <<= min(job.batches - 1, 8)
             while move is not None and (not batch or size <= min(room, most)):
                 job.items.popleft()
-                move.state = _State.TAKEN
+                move.state = MoveState.TAKEN
                 batch.append(move)
                 room -= size
                 most -= size
@@ -405,25 +355,25 @@ class Promoter:
             self._queue.remove(job)
         return batch
 
-    def _fits(self, shape: Hashable, batch: Sequence[_Move]) -> bool:
+    def _fits(self, shape: Hashable, batch: Sequence[Move]) -> bool:
         """Return whether blocks of a shape may join a batch."""
         return shape == batch[0].block.space.shape if batch else shape not in self._stalled
 
-    def _next_move(self, job: _WaiterJob) -> _Move | None:
+    def _next_move(self, job: WaiterJob) -> Move | None:
         """Return the first move that a job wants and nobody has begun; it stays where it is."""
         items = job.items
         while items:
             move = items[0]
-            if move.state is _State.QUEUED and job in move.jobs:
+            if move.state is MoveState.QUEUED and job in move.jobs:
                 return move
             items.popleft()
         return None
 
-    def _drop(self, job: _WaiterJob) -> None:
+    def _drop(self, job: WaiterJob) -> None:
         """The job's deadline has passed: what has not begun is not wanted any more."""
         self._queue.remove(job)
         for move in list(job.items):
-            if move.state is _State.QUEUED and job in move.jobs:
+            if move.state is MoveState.QUEUED and job in move.jobs:
                 self._leave(job, move)
                 job.waiter.failed(move.block, MissReason.DEADLINE)
         job.items.clear()
@@ -434,11 +384,11 @@ class Promoter:
         corrupt = ghost is not None and ghost.cause == "corrupt"
         return MissReason.CORRUPT if corrupt else MissReason.OTHER_EPOCH
 
-    async def _move(self, moves: Sequence[_Move], slots: Sequence[Slot]) -> None:
+    async def _move(self, moves: Sequence[Move], slots: Sequence[Slot]) -> None:
         loop = asyncio.get_running_loop()
         transfers = []
         for move, slot in zip(moves, slots, strict=True):
-            move.state = _State.MOVING
+            move.state = MoveState.MOVING
             block = move.block
             for job in move.jobs:
                 job.moving += block.space.shape.block_bytes
@@ -458,6 +408,25 @@ class Promoter:
             traced = [job.traceparent for move in moves for job in move.jobs]
             about = {"blocks": len(moves), "bytes": len(moves) * size}
             span = tracing.batch_span("kvstore.promote", traced, **about)
+        # Log lines of it, and what is asked for because of it, such as the way on to the GPU,
+        # belong to the trace.
+        with tracing.using(span):
+            try:
+                outcomes = await self._read(transfers)
+            finally:
+                # Also when cancelled: by then the last system call has returned.
+                self.moving -= len(moves)
+                arrived = sum(outcome is not Outcome.IO_ERROR for outcome in outcomes)
+                seconds = self.path.end(number, arrived * size, loop.time())
+                if arrived < len(moves):
+                    span.fail(f"{len(moves) - arrived} blocks could not be read")
+                span.end()
+                for move, slot, outcome in zip(moves, slots, outcomes, strict=True):
+                    self._land(move, slot, outcome)
+        self._on_read(len(moves), seconds)
+
+    async def _read(self, transfers: Sequence[Transfer]) -> list[Outcome]:
+        """Read; what goes wrong for all of them is logged."""
         try:
             outcomes = await self._source.read(transfers)
         except TierError as error:
@@ -469,21 +438,10 @@ class Promoter:
             log.exception("promotion failed")
         else:
             self._failing = False
-        finally:
-            # Also when cancelled: by then the last system call has returned.
-            self.moving -= len(moves)
-            arrived = sum(outcome is not Outcome.IO_ERROR for outcome in outcomes)
-            seconds = self.path.end(number, arrived * size, loop.time())
-            if arrived < len(moves):
-                span.fail(f"{len(moves) - arrived} blocks could not be read")
-            span.end()
-            # What is asked for because of it, such as the way on to the GPU, hangs on it.
-            with tracing.using(span):
-                for move, slot, outcome in zip(moves, slots, outcomes, strict=True):
-                    self._land(move, slot, outcome)
-        self._on_read(len(moves), seconds)
+            return outcomes
+        return [Outcome.IO_ERROR] * len(transfers)
 
-    def _land(self, move: _Move, slot: Slot, outcome: Outcome) -> None:
+    def _land(self, move: Move, slot: Slot, outcome: Outcome) -> None:
         block = move.block
         block.space.host_arriving -= 1
         if outcome is Outcome.OK and not block.dead:
@@ -503,13 +461,13 @@ class Promoter:
         else:
             self._fail(move, MissReason.IO_ERROR)
 
-    def _fail_taken(self, move: _Move, reason: MissReason) -> None:
+    def _fail_taken(self, move: Move, reason: MissReason) -> None:
         """A move of a batch comes to nothing; failing another one may have ended it."""
         if move.jobs:
             self._fail(move, reason)
-        elif move.state is _State.TAKEN:
+        elif move.state is MoveState.TAKEN:
             self._end(move)
 
-    def _fail(self, move: _Move, reason: MissReason) -> None:
+    def _fail(self, move: Move, reason: MissReason) -> None:
         for waiter in self._end(move):
             waiter.failed(move.block, reason)

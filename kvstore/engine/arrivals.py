@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from kvstore.engine.verifier import Verifier
     from kvstore.index import Block
-    from kvstore.prefetch.promoter import Promoter, Waiter
+    from kvstore.prefetch.move import Waiter
+    from kvstore.prefetch.promoter import Promoter
 
 __all__ = ["Arrivals"]
 

@@ -10,10 +10,14 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from kvstore import tracing
 from kvstore.buckets import BUCKET_SECONDS, Buckets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from kvstore.index import Pressure
+    from kvstore.tiers.base import TierName
 
 __all__ = ["BUCKET_SECONDS", "Counters", "Histogram", "Timing", "UsageCounts"]
 
@@ -116,6 +120,16 @@ class Counters:
         if blocks > 0 and reason.lower() != "none":
             self.miss_blocks[reason.lower()] += blocks
             self.miss_tokens[reason.lower()] += blocks * block_tokens
+
+    def evicted(self, tier: TierName, blocks: int, pressure: Pressure) -> None:
+        """Count copies that left a tier, and say so in the trace of the request they left for."""
+        if not blocks:
+            return
+        name = tier.name.lower()
+        self.counts[f"evicted_blocks_{name}"] += blocks
+        if tracing.recording():
+            about = {"tier": name, "blocks": blocks, "pressure": pressure.name.lower()}
+            tracing.batch_span("kvstore.evict", (tracing.carried(),), **about).end()
 
     def record(self, name: str, seconds: float) -> None:
         """Add one sample."""

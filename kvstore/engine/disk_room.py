@@ -116,7 +116,7 @@ class DiskRoom:
         while coming + evicted < count and (victim := queue.peek()) is not None:
             self._index.drop_disk(victim)
             evicted += 1
-        self._counters.counts["evicted_blocks_disk"] += evicted
+        self._counters.evicted(TierName.DISK, evicted, Pressure.ROOM)
         return bool(coming or evicted)
 
     def within_quota(self, block: Block) -> bool:
@@ -142,7 +142,7 @@ class DiskRoom:
                 break
             self._index.drop_disk(block, Pressure.QUOTA)
             evicted += 1
-        self._counters.counts["evicted_blocks_disk"] += evicted
+        self._counters.evicted(TierName.DISK, evicted, Pressure.QUOTA)
         self._counters.counts["quota_evicted_blocks_disk"] += evicted
         return evicted
 
@@ -192,8 +192,7 @@ class DiskRoom:
             return False
         if any(b.host_refs or b.flush in (Flush.QUEUED, Flush.WRITING) for b in orphans):
             return False
-        counts = self._counters.counts
         for tier, blocks_there in ((TierName.HOST, orphans), (TierName.DISK, leaving)):
             gone = self._index.evict_all(blocks_there, tier, Pressure.OTHER_SIZE)
-            counts[f"evicted_blocks_{tier.name.lower()}"] += gone
+            self._counters.evicted(tier, gone, Pressure.OTHER_SIZE)
         return all(block.disk is None for block in blocks)

@@ -30,7 +30,7 @@ from kvstore.engine.shrinking import Part, next_to_leave
 from kvstore.errors import TierError
 from kvstore.index import Pressure
 from kvstore.syncpoint import reach
-from kvstore.tiers.base import Outcome, Slot, Transfer
+from kvstore.tiers.base import Outcome, Slot, TierName, Transfer
 from kvstore.tiers.pool_copy import undisturbed
 
 if TYPE_CHECKING:
@@ -187,13 +187,12 @@ class DiskShrinker:
             return  # slots come free in a moment
         queue = self._index.disk_queue(shape)
         missing = count - self._disk.spare_slots(shape)
-        for _ in range(missing):
-            block = queue.peek()
-            if block is None:
-                return
+        gone = 0
+        while gone < missing and (block := queue.peek()) is not None:
             self._index.drop_disk(block, Pressure.RESIZE)
-            self.evicted += 1
-            self._counters.counts["evicted_blocks_disk"] += 1
+            gone += 1
+        self.evicted += gone
+        self._counters.evicted(TierName.DISK, gone, Pressure.RESIZE)
 
     async def _move(self, blocks: Sequence[Block]) -> None:
         if not blocks:

@@ -1,10 +1,16 @@
-"""Blocks that wait for the disk, first come first served, ancestors before what hangs on them."""
+"""Blocks that wait for the disk, first come first served, ancestors before what hangs on them.
+
+Of each it is known which traced request had it written: who stored it, used it again, needed its
+place in memory, or asked for a flush, as the write policy has it. Blocks that are tried again later
+belong to nobody.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
+from kvstore import tracing
 from kvstore.index import Block, Flush
 
 if TYPE_CHECKING:
@@ -38,6 +44,8 @@ class FlushQueue:
         self._refused = refused
         self._counters = counters
         self._blocks: deque[Block] = deque()
+        # Of blocks that were queued for a traced request, until they settle.
+        self._traceparents: dict[Block, str] = {}
 
     def __len__(self) -> int:
         """Return the number of blocks that wait."""
@@ -51,6 +59,20 @@ class FlushQueue:
     def head(self) -> Block:
         """The first block."""
         return self._blocks[0]
+
+    @property
+    def asker(self) -> tracing.Span:
+        """Names the request that the first block is written for, if any is traced."""
+        found = self._traceparents.get(self._blocks[0]) if self._blocks else None
+        return tracing.Span(found) if found else tracing.OFF
+
+    def begin_span(self, blocks: Sequence[Block]) -> tracing.Span:
+        """Begin the span of a write, in the trace of the first request that it is for."""
+        if not self._traceparents:
+            return tracing.OFF
+        traced = [self._traceparents.get(block, "") for block in blocks]
+        size = len(blocks) * blocks[0].space.shape.block_bytes
+        return tracing.batch_span("kvstore.flush", traced, blocks=len(blocks), bytes=size)
 
     def enqueue(self, block: Block) -> int:
         """Queue a block, after those of its ancestors that are not on disk yet; return how many."""
@@ -82,6 +104,7 @@ class FlushQueue:
         """A block that was taken does not wait any more."""
         block.flush = state
         block.space.dirty -= 1
+        self._traceparents.pop(block, None)
         if block.parent is not None:
             block.parent.queued_children -= 1
             self._index.offer(block.parent)
@@ -153,5 +176,7 @@ class FlushQueue:
         self._refused.discard(block)
         block.flush = Flush.QUEUED
         block.space.dirty += 1
+        if tracing.recording() and (carried := tracing.carried()):
+            self._traceparents[block] = carried
         if block.parent is not None:
             block.parent.queued_children += 1

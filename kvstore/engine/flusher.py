@@ -27,13 +27,13 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Final
 
+from kvstore import tracing
 from kvstore.engine.disk_records import DiskRecords, record_of
 from kvstore.engine.disk_room import DiskRoom
 from kvstore.engine.flush_queue import FlushQueue, is_lost, is_under_way
 from kvstore.engine.group_writer import GROUP_BYTES, Group, GroupWriter, group_limit
 from kvstore.engine.refused import RefusedBlocks
 from kvstore.engine.wake import Signal
-from kvstore.errors import TierError
 from kvstore.index import Block, Flush
 from kvstore.tiers.base import Outcome, Slot
 
@@ -275,7 +275,8 @@ class Flusher:
         self._work.clear()
         group = None
         try:
-            group = self._select()
+            with tracing.using(self._queue.asker):
+                group = self._select()
         finally:
             if group is None:
                 self._groups.release()
@@ -369,9 +370,7 @@ class Flusher:
             return None
         if self.budget is not None:
             self.budget.spend(len(blocks) * shape.block_bytes)
-        group = Group(blocks, slots[: len(blocks)], self._last_group)
-        group.outcomes = [Outcome.IO_ERROR] * len(blocks)
-        return group
+        return Group(blocks, slots[: len(blocks)], self._last_group)
 
     async def _charge(self) -> None:
         """Have a group's bytes of the budget at hand."""
@@ -434,20 +433,19 @@ class Flusher:
     async def _flush_group(self, group: Group) -> None:
         """Steps 2 to 5."""
         begun = asyncio.get_running_loop().time()
-        try:
-            group.outcomes = await self._writer.write(group)
-        except TierError as error:
-            log.warning("flush failed: %s", error)
-        except Exception:
-            # The boundary of a group: its blocks are refused, the others go on.
-            log.exception("flush failed")
-        if group.predecessor is not None:
-            await asyncio.gather(group.predecessor, return_exceptions=True)
-        await self._commit_group(group)
+        with self._queue.begin_span(group.blocks) as span:
+            await self._writer.write(group)
+            if group.predecessor is not None:
+                await asyncio.gather(group.predecessor, return_exceptions=True)
+            written = await self._commit_group(group)
+            if written < len(group.blocks):
+                span.fail(f"{len(group.blocks) - written} blocks are not on disk")
         self._counters.record("flush_group", asyncio.get_running_loop().time() - begun)
         self._tell(group.blocks[0].space.shape)
 
-    async def _commit_group(self, group: Group) -> None:
+    async def _commit_group(self, group: Group) -> int:
+        """Steps 4 and 5; return how many blocks are on disk now."""
+        written = 0
         records: dict[Block, BlockRecord] = {}
         for block, slot, outcome in zip(group.blocks, group.slots, group.outcomes, strict=True):
             parent = block.parent
@@ -478,6 +476,7 @@ class Flusher:
                 self._queue.settle(block, Flush.NONE)
                 block.recorded = record.sequence
                 self._index.put_disk(block, slot)
+                written += 1
                 self._counters.counts["flushed_blocks"] += 1
                 self._counters.counts["flushed_bytes"] += block.space.shape.block_bytes
             self._index.release_host(block)
@@ -486,6 +485,7 @@ class Flusher:
         else:
             self._refused.failed(asyncio.get_running_loop().time())
             self._index.disk_room_hint = True
+        return written
 
     async def _commit_deletes(self) -> bool:
         done = await self.records.commit_deletes()

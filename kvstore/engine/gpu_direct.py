@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from kvstore import tracing
 from kvstore.miss import MissReason
 from kvstore.prefetch.estimate import PathEstimate
 from kvstore.tiers.base import Outcome
@@ -66,6 +67,8 @@ class GpuDirect:
         self.path = PathEstimate()
         self._bytes = 0
         self._waiters: dict[Block, list[GpuRunWaiter]] = {}
+        # Of the requests that want a block there, as far as they are traced.
+        self._traceparents: dict[Block, tuple[str, ...]] = {}
         self._queue: deque[Block] = deque()
         self._work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -99,8 +102,11 @@ class GpuDirect:
 
     def request(self, blocks: Iterable[Block], waiter: GpuRunWaiter) -> None:
         """Bring blocks that are on disk, with digests, and tell the waiter about each."""
+        carried = tracing.carried()
         for block in blocks:
             waiters = self._waiters.get(block)
+            if carried:
+                self._traceparents[block] = (*self._traceparents.get(block, ()), carried)
             if waiters is None:
                 waiters = self._waiters[block] = []
                 self._index.hold_disk(block)
@@ -123,11 +129,22 @@ class GpuDirect:
                 self._work.clear()
                 await self._work.wait()
                 continue
-            try:
-                await self._bring(batch)
-            except Exception:
-                # The boundary of a batch: what one of them met must not end the service of all.
-                log.exception("reading to the gpu failed")
+            # What goes through host instead, and what leaves for the batch, hangs on it.
+            with self._begin_span(batch) as span:
+                try:
+                    await self._bring(batch)
+                except Exception:
+                    # The boundary of a batch: what one of them met must not end the service of all.
+                    log.exception("reading to the gpu failed")
+                if span is not tracing.OFF:
+                    span.set(landed_blocks=sum(block.gpu is not None for block in batch))
+
+    def _begin_span(self, batch: Sequence[Block]) -> tracing.Span:
+        if not self._traceparents:
+            return tracing.OFF
+        traced = [text for block in batch for text in self._traceparents.get(block, ())]
+        size = len(batch) * batch[0].space.shape.block_bytes
+        return tracing.batch_span("kvstore.promote_direct", traced, blocks=len(batch), bytes=size)
 
     def _next(self) -> list[Block]:
         """Take the first blocks of one shape, up to a batch."""
@@ -203,16 +220,19 @@ class GpuDirect:
         elif block.dead or block.gpu is not None:
             self._end(block, MissReason.OTHER_EPOCH)
         else:
-            waiters = self._waiters.pop(block)
-            self._bytes -= block.space.shape.block_bytes
+            waiters = self._forget(block)
             for waiter in waiters:
                 self.through_host(block, waiter)
             self._index.release_disk(block)
 
+    def _forget(self, block: Block) -> list[GpuRunWaiter]:
+        self._traceparents.pop(block, None)
+        self._bytes -= block.space.shape.block_bytes
+        return self._waiters.pop(block)
+
     def _end(self, block: Block, reason: MissReason) -> None:
         """Forget a block and tell who waits for it."""
-        waiters = self._waiters.pop(block)
-        self._bytes -= block.space.shape.block_bytes
+        waiters = self._forget(block)
         self._index.release_disk(block)
         for waiter in waiters:
             if block.gpu is not None and not block.dead:

@@ -259,7 +259,8 @@ class GpuMover:
             if tracing.recording():
                 traced = [text for ascent in batch for text in ascent.traceparents]
                 span = tracing.batch_span("kvstore.promote_gpu", traced, blocks=len(batch))
-            admitted = self._room.admit(ascent.block for ascent in batch)
+            with tracing.using(span):
+                admitted = self._room.admit(ascent.block for ascent in batch)
             batch = sorted(batch, key=lambda ascent: ascent.block not in admitted)
             shape = batch[0].block.space.shape
             newest = max(ascent.block.sequence for ascent in batch)
@@ -267,7 +268,8 @@ class GpuMover:
             if not any(ascent.waiters for ascent in batch):
                 rare = min(self._demand.uses(ascent.block) for ascent in batch)
             if admitted:
-                slots = await self.slots(shape, len(admitted), newest, rare)
+                with tracing.using(span):
+                    slots = await self.slots(shape, len(admitted), newest, rare)
             transfers = [
                 self._transfer(ascent.block, slot, ascent.block.host)
                 for ascent, slot in zip(batch, slots, strict=False)
@@ -335,6 +337,9 @@ class GpuMover:
         slots = self._host_room.take(shape, len(blocks), _ONLY_FREE)
         transfers: list[Transfer] = []
         outcomes: list[Outcome] = []
+        span = tracing.OFF
+        if tracing.recording():
+            span = tracing.batch_span("kvstore.demote", (tracing.carried(),), blocks=len(slots))
         try:
             transfers = [
                 self._transfer(block, block.gpu, slot)
@@ -343,6 +348,7 @@ class GpuMover:
             outcomes = await self._gpu.read(transfers)
         finally:
             transfers.clear()
+            span.end()
             for at, block in enumerate(blocks):
                 done = at < len(outcomes) and outcomes[at] is Outcome.OK
                 if at < len(slots):

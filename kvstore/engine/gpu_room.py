@@ -13,6 +13,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
+from kvstore.index import Pressure
 from kvstore.tiers.base import TierName
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class GpuRoom:
         hot: list[Block] = []
         queue = self._index.gpu_queue(shape)
         kept: list[Block] = []
+        dropped = 0
         while len(slots) + len(hot) < count and len(kept) < _MOST_PASSED_OVER:
             block = queue.peek()
             if block is None or block.sequence >= older_than:
@@ -99,8 +101,9 @@ class GpuRoom:
                 hot += self._chain(block, len(hot), count - len(slots) - len(hot), older_than, uses)
             else:
                 self._index.drop_gpu(block)
-                self._counters.counts["evicted_blocks_gpu"] += 1
+                dropped += 1
                 slots += gpu.allocate(shape, 1)
+        self._counters.evicted(TierName.GPU, dropped, Pressure.ROOM)
         for block in kept:
             self._index.offer(block)
         if not slots and not hot and self._reclaim(shape, count, uses):
@@ -137,7 +140,7 @@ class GpuRoom:
                 break
             self._index.drop_gpu(block)
             gone += 1
-        self._counters.counts["evicted_blocks_gpu"] += gone
+        self._counters.evicted(TierName.GPU, gone, Pressure.QUOTA)
         self._counters.counts["quota_evicted_blocks_gpu"] += gone
         return gone
 
@@ -204,7 +207,7 @@ class GpuRoom:
             if in_use or any(b.gpu_refs or self._keeps(b, uses) for b in (*blocks, *below)):
                 continue
             gone = self._index.evict_all([*blocks, *below], TierName.GPU)
-            self._counters.counts["evicted_blocks_gpu"] += gone
+            self._counters.evicted(TierName.GPU, gone, Pressure.OTHER_SIZE)
             self._gpu.remove(group.group)
             self.on_removed(group.group)
             log.info("gpu slab group %d is empty: its memory is for others", group.group)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from kvstore.errors import TierError
 from kvstore.syncpoint import reach
 from kvstore.tiers.base import Outcome, Slot, Transfer
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from kvstore.tiers.host import HostTier
 
 __all__ = ["GROUP_BYTES", "Group", "GroupWriter", "group_limit"]
+
+log = logging.getLogger(__name__)
 
 GROUP_BYTES: Final = 64 << 20
 _GROUP_BLOCKS: Final = 256
@@ -58,12 +62,21 @@ class GroupWriter:
         self._digester = digester
         self._verifier = verifier
 
-    async def write(self, group: Group) -> list[Outcome]:
-        """Write a group's blocks and make them durable; return how each went.
+    async def write(self, group: Group) -> None:
+        """Write a group's blocks and make them durable; its outcomes say how each went.
 
-        Raises:
-            TierError: some of them may not be durable.
+        What goes wrong for all of them is logged, and is the outcome of each.
         """
+        group.outcomes = [Outcome.IO_ERROR] * len(group.blocks)
+        try:
+            group.outcomes = await self._write(group)
+        except TierError as error:
+            log.warning("flush failed: %s", error)
+        except Exception:
+            # The boundary of a group: its blocks are refused, the others go on.
+            log.exception("flush failed")
+
+    async def _write(self, group: Group) -> list[Outcome]:
         await self._digester.digest(group.blocks)
         await self._verifier.wait_for(group.blocks)
         transfers = [

@@ -158,9 +158,8 @@ class Reclaimer:
         for block in doomed:
             if block.disk is None:
                 self.on_lost(block)
-        self._counters.counts["evicted_blocks_host"] += self._index.evict_all(
-            doomed, TierName.HOST, Pressure.OTHER_SIZE
-        )
+        gone = self._index.evict_all(doomed, TierName.HOST, Pressure.OTHER_SIZE)
+        self._counters.evicted(TierName.HOST, gone, Pressure.OTHER_SIZE)
         return all(block.host is None for block in blocks)
 
     def _look(self, shape: BlockShape, *, urgent: bool) -> bool:

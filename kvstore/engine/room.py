@@ -211,7 +211,7 @@ class HostRoom:
             freed += 1
         name = "evictions_inline" if inline else "evictions_background"
         self._counters.counts[name] += freed
-        self._counters.counts["evicted_blocks_host"] += freed
+        self._counters.evicted(TierName.HOST, freed, pressure)
         return freed
 
     def _count_unused(self, block: Block) -> None:

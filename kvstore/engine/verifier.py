@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvstore.engine.counters import Counters
     from kvstore.index import Block, BlockIndex
-    from kvstore.prefetch.promoter import Waiter
+    from kvstore.prefetch.move import Waiter
     from kvstore.tiers.host import HostTier
 
     Work = tuple[tuple[memoryview, ...], tuple[int, ...], tuple[int, ...] | None]

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from kvstore.engine.counters import Counters
     from kvstore.index import Block
-    from kvstore.prefetch.promoter import Promoter, Waiter
+    from kvstore.prefetch.move import Waiter
+    from kvstore.prefetch.promoter import Promoter
 
 __all__ = ["REVIEW_SECONDS", "Pending", "Worth"]
 

@@ -50,6 +50,9 @@ def test_a_get_is_followed_to_the_disk_and_into_the_log(
         with tracing.span("program") as program:
             trace = tracing.trace_id(program.traceparent)
             assert (space.get(KEYS, timeout_s=60) == blocks).all()
+            # A lease is released a moment after its bytes were read.
+            until(lambda: space.evict(tier="host").skipped == 0)
+            assert space.prefetch(KEYS).wait(60) == 4
             with pytest.raises(kvstore.InvalidRequest):
                 client.explain_request("nobody's")
     until(lambda: collector.named("kvstore.promote") and collector.named("kvstore.explain"))
@@ -60,14 +63,20 @@ def test_a_get_is_followed_to_the_disk_and_into_the_log(
     acquire = next(span for span in mine if span.name == "kvstore.acquire")
     assert acquire.parent_span_id.hex() == f"{get.context.span_id:016x}"
     assert acquire.kind == acquire.SPAN_KIND_SERVER
+    prefetch = next(span for span in mine if span.name == "kvstore.prefetch")
     promotions = [span for span in mine if span.name == "kvstore.promote"]
-    assert {span.parent_span_id for span in promotions} == {acquire.span_id}
+    assert {span.parent_span_id for span in promotions} == {acquire.span_id, prefetch.span_id}
     [explain] = [span for span in mine if span.name == "kvstore.explain"]
     assert explain.status.code == explain.status.STATUS_CODE_ERROR
     # The put was traced, too, as a trace of its own; nobody's calls are no spans.
     put = next(span for span in spans.get_finished_spans() if span.name == "kvstore.put")
     reserve = next(span for span in collector.named("kvstore.reserve"))
     assert reserve.trace_id.hex() == f"{put.context.trace_id:032x}" != trace
+    # What was stored was written to disk for it.
+    commits = {span.span_id: span for span in collector.named("kvstore.commit")}
+    writes = collector.named("kvstore.flush")
+    assert {span.parent_span_id for span in writes} <= commits.keys()
+    assert {span.trace_id for span in writes} == {reserve.trace_id}
     assert not collector.named("kvstore.openspace")
     assert daemon.stop() == 0
     lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]

@@ -131,7 +131,7 @@ def test_labels_exist() -> None:
         for target in panel["targets"]
         for label in _LABEL.findall(target["legendFormat"])
     }
-    assert used | legends == {"tier", "reason", "call"}
+    assert used | legends == {"tier", "reason", "call", "operation"}
 
 
 def test_every_alert_is_explained_and_tried() -> None:
@@ -175,6 +175,21 @@ def test_panels_are_in_order() -> None:
         for target in panel["targets"]:
             metrics = _METRIC.findall(target["expr"])
             assert target["expr"].count('{instance=~"$instance"') == len(metrics)
+
+
+def test_what_grafana_makes_of_what_is_left_out() -> None:
+    """Numbers without thresholds are red from 80 on; one with both ends given has no curve."""
+    for panel in dashboard()["panels"]:
+        defaults = panel["fieldConfig"]["defaults"]
+        if panel["type"] in ("stat", "bargauge"):
+            assert defaults["thresholds"]["steps"][0]["value"] is None, panel["title"]
+        if panel["type"] == "stat" and panel["options"]["graphMode"] != "none":
+            assert not {"min", "max"} <= defaults.keys(), panel["title"]
+        # An override of a series that has another name by now changes nothing, and says nothing.
+        legends = {target["legendFormat"] for target in panel["targets"]}
+        for override in panel["fieldConfig"]["overrides"]:
+            assert override["matcher"]["id"] == "byName"
+            assert override["matcher"]["options"] in legends, panel["title"]
 
 
 def test_what_is_provisioned_fits_together() -> None:

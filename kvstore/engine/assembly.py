@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from kvstore.engine.adoption import adopt, fitting
+from kvstore.engine.afterwards import Afterwards
 from kvstore.engine.arrivals import Arrivals
 from kvstore.engine.attachments import Attachment, Attachments
 from kvstore.engine.counters import Counters, UsageCounts
@@ -29,7 +30,7 @@ from kvstore.engine.limits import Limits
 from kvstore.engine.pins import Pins
 from kvstore.engine.quarantine import Quarantine
 from kvstore.engine.read import Read
-from kvstore.engine.recovery import recover
+from kvstore.engine.recovery import recover_durably
 from kvstore.engine.removal import Removal
 from kvstore.engine.reservations import Reservations
 from kvstore.engine.resizer import Resizer
@@ -143,6 +144,7 @@ class Assembly:
         self.budget = budget
         self._warm_up_bytes = warm_up_bytes
         self._warm_up: WarmUp | None = None
+        self.afterwards: Afterwards | None = None
         self.index = BlockIndex(self._free_host, self._free_disk)
         self.hot_prefixes = HotPrefixes(self.index)
         self.grants = Grants(self.index, self._free_host, self._committed)
@@ -214,7 +216,9 @@ class Assembly:
             if self.disk is not None:
                 await self.disk.open()
                 opened.push_async_callback(self.disk.close)
-                await self._recover(self.disk)
+                self.recovered_blocks = await recover_durably(
+                    self.index, self.disk, self.store, self.counters
+                )
                 self._compose_disk(self.disk)
                 if self.gpu_reader is not None and self.gpu_side is not None:
                     assert self.promoter is not None
@@ -256,6 +260,8 @@ class Assembly:
             self.host.remove_strays()
         self.room.closed = False
         self.resizer.start()
+        if self.afterwards is not None:
+            self.afterwards.start()
         if self._warm_up_bytes and self.promoter is not None:
             self._warm_up = WarmUp(
                 self.index, self.host, self.promoter, self.counters, self._warm_up_bytes
@@ -332,18 +338,6 @@ class Assembly:
         self.host.on_group = self._new_group
         self.host.on_no_room = self._notify
 
-    async def _recover(self, disk: DiskTier) -> None:
-        loaded = self.store.load_blocks(disk.store_id)
-        recovered = recover(self.index, disk, loaded.records)
-        await disk.finish_recovery()
-        if recovered.dropped:
-            reach("recovery.found_lost")
-            self.store.commit_blocks(disk.store_id, [], recovered.dropped)
-            reach("recovery.deleted_lost")
-        disk.free(recovered.freed)
-        self.recovered_blocks = recovered.blocks
-        self.counters.counts["recovery_dropped_blocks"] += len(recovered.dropped) + loaded.damaged
-
     def _compose_disk(self, disk: DiskTier) -> None:
         self.flusher = Flusher(
             self.index,
@@ -366,10 +360,16 @@ class Assembly:
         )
         self.removal.flusher = self.flusher
         self._arrivals.promoter = self.promoter
-        self.worth.promoter = self.promoter
-        known = self.worth.speeds.disk(disk.store_id)
-        if known is not None:
-            self.promoter.path.recall(*known)
+        self.afterwards = Afterwards(
+            self.index,
+            self.room,
+            self.promoter,
+            self.counters,
+            budget_bytes=lambda: self.host.capacity_bytes // 4,
+            waiting=lambda: self.leases.waiting,
+            stalled=self.worth.stalled_seconds,
+        )
+        self.worth.add_disk(disk.store_id, self.promoter, self.afterwards)
         self.limits.shrink[TierName.DISK] = self.flusher.room.evict_own
         self.limits.on_room = self._disk_resized
         self._housekeeper.disk = disk
@@ -420,12 +420,10 @@ class Assembly:
 
     async def _stop_upkeep(self) -> None:
         """Break off what goes on besides serving."""
-        await self.limits.stop()
-        await self.resizer.stop()
-        if self._warm_up is not None:
-            await self._warm_up.stop()
-        if self.scrubber is not None:
-            await self.scrubber.stop()
+        upkeep = (self.limits, self.resizer, self._warm_up, self.afterwards, self.scrubber)
+        for part in upkeep:
+            if part is not None:
+                await part.stop()
 
     async def farewell(self, reason: str) -> None:
         """Tell the clients that this boot ends; their streams end with it."""

@@ -276,6 +276,8 @@ class Engine(Assembly):
     async def drain(self, timeout: float) -> tuple[bool, int]:
         """Grant nothing more, wait for grants, flush; return whether all is done, grants left."""
         self.reservations.closed = True
+        if self.afterwards is not None:
+            await self.afterwards.stop()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while len(self.grants) and loop.time() < deadline:

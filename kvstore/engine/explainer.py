@@ -85,8 +85,12 @@ def explain_request(engine: Engine, request_id: str) -> Explanation:
     space, others = last.space, list[OtherSpace]()
     if last.key:
         if last.key in space.blocks:
-            tier = space.blocks[last.key].fastest_tier.name.lower()
-            lines.append(f"now: block {last.blocks} is there, in {tier}")
+            block = space.blocks[last.key]
+            coming = block.host is None and engine.afterwards and block in engine.afterwards
+            lines.append(
+                f"now: block {last.blocks} is there, in {block.fastest_tier.name.lower()}"
+                + ("; it is to be brought to memory" if coming else "")
+            )
         else:
             miss, why = _missing(engine, space, last.key)
             lines.append(f"now: {why}")

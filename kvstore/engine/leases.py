@@ -151,6 +151,11 @@ class Leases:
         # Set when there is a GPU tier.
         self.gpu: GpuSide | None = None
 
+    @property
+    def waiting(self) -> int:
+        """How many leases wait for blocks."""
+        return len(self._growing)
+
     def held_waiting(self) -> int:
         """Return how many references are held by leases that still wait for blocks."""
         return sum(len(lease.held) for lease in self._growing)
@@ -232,7 +237,7 @@ class Leases:
             miss = Miss(MissReason.DEADLINE, "disk" if late[0].host is None else "host")
             self._arrivals.hurry(late)
             del run[ready:]
-        pending, forecast = None, None
+        pending, forecast, used = None, None, run
         if ready < len(run):
             seconds = 0.0
             if rate > 0:
@@ -244,8 +249,9 @@ class Leases:
             if worth < len(run):
                 miss = self._worth.declined()
                 forecast = self._worth.forecast(run[worth:], here[worth:], seconds, priority)
-                del run[worth:]
-        self._index.touch(run)
+                run = run[:worth]
+        # What is declined is used as well, by computing it.
+        self._index.touch(used)
         tiers = bytes(
             TierName.GPU
             if gpu and b.gpu is not None
@@ -420,6 +426,7 @@ class Leases:
             forecast = self._worth.forecast(
                 lease.run[at:], here[at:], seconds, lease.pending.priority
             )
+            self._worth.given_up(lease.run[at:], seconds)
             # What is left is still looked at: it was chosen as things are now.
             self._truncate(lease, at, self._worth.declined(), forecast)
             self._finish_if_complete(lease)

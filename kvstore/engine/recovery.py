@@ -23,16 +23,19 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvstore.syncpoint import reach
 from kvstore.tiers.base import Slot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.engine.counters import Counters
     from kvstore.index import BlockIndex, SpaceIndex
+    from kvstore.index.lmdb_store import MetaStore
     from kvstore.index.records import BlockRecord
     from kvstore.tiers.disk import DiskTier
 
-__all__ = ["Recovered", "recover"]
+__all__ = ["Recovered", "recover", "recover_durably"]
 
 log = logging.getLogger(__name__)
 
@@ -97,3 +100,19 @@ def recover(index: BlockIndex, disk: DiskTier, records: Sequence[BlockRecord]) -
     if dropped:
         log.warning("recovery dropped %d of %d blocks", len(dropped), len(records))
     return Recovered(len(usable) - len(lost), dropped, freed)
+
+
+async def recover_durably(
+    index: BlockIndex, disk: DiskTier, store: MetaStore, counters: Counters
+) -> int:
+    """Do all of the protocol above; return how many blocks came back."""
+    loaded = store.load_blocks(disk.store_id)
+    recovered = recover(index, disk, loaded.records)
+    await disk.finish_recovery()
+    if recovered.dropped:
+        reach("recovery.found_lost")
+        store.commit_blocks(disk.store_id, [], recovered.dropped)
+        reach("recovery.deleted_lost")
+    disk.free(recovered.freed)
+    counters.counts["recovery_dropped_blocks"] += len(recovered.dropped) + loaded.damaged
+    return recovered.blocks

@@ -249,6 +249,28 @@ class HostRoom:
             free = host.free_blocks(shape) + self._growing(shape, high)
             self._evict(self._index.host_queue(shape), high - free, inline=False)
 
+    def spare(self, shape: BlockShape, count: int, older_than: int) -> int:
+        """Return for how many of `count` blocks there is room that costs nobody anything.
+
+        That is what is free above what is kept free for those who come, memory that the pool has
+        not taken yet, and copies that are on disk too: these are dropped.
+
+        Args:
+            shape: of the blocks.
+            count: how many.
+            older_than: drop only blocks of a lower sequence number.
+        """
+        if self.closed:
+            return 0
+        total = sum(g.slots for g in self._host.groups() if g.shape == shape)
+        room = max(0, self._host.free_blocks(shape) - max(2, total // 25))
+        if room < count:
+            room += self._growing(shape, count - room)
+        if room < count:
+            queue = self._index.host_queue(shape)
+            room += self._evict(queue, count - room, older_than, inline=False)
+        return min(room, count)
+
     def retire(self, group: int) -> None:
         """Take a slab group out of service; it is removed when nobody maps it any more."""
         self._retirement.begin(group)

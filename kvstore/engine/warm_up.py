@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from kvstore.prefetch.promoter import Promoter
     from kvstore.tiers.host import HostTier
 
-__all__ = ["WarmUp"]
+__all__ = ["PRIORITY", "WarmUp"]
 
 log = logging.getLogger(__name__)
 
-_PRIORITY: Final = -(1 << 29)
+# Below every request and hint.
+PRIORITY: Final = -(1 << 29)
 _STEP_BYTES: Final = 64 * MIB
 # Blocks looked at between two turns of the loop.
 _CHUNK: Final = 2000
@@ -150,7 +151,7 @@ class WarmUp:
         """Promote what is still on disk only; return how many blocks came."""
         wanted = [b for b in blocks if b.host is None and b.disk is not None and not b.dead]
         waiter = RunWaiter(self._index, wanted, hold=False)
-        self._promoter.request(wanted, waiter, _PRIORITY)
+        self._promoter.request(wanted, waiter, PRIORITY)
         try:
             await waiter.wait(asyncio.get_running_loop().time() + _STEP_SECONDS)
         finally:

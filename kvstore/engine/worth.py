@@ -7,9 +7,10 @@ may have become slow, or a queue long; a lease never waits longer than computing
 for would have taken, from its turn on (`queued_seconds`). The client's deadline holds in any case.
 
 A path on which a transfer has been under way for far too long is *stalled*: nobody begins to wait
-for it until that transfer has come back. A path that everybody declines is measured all the same,
-by a short read every few seconds at the lowest priority, or nobody would ever find out that it has
-become faster.
+for it until that transfer has come back. What is declined is brought to memory afterwards
+(`afterwards`); where that reads nothing soon, a path that everybody declines is measured all the
+same, by a short read every few seconds at the lowest priority, or nobody would ever find out that it
+has become faster.
 
 Owns nothing that must survive; what was learned about speeds is kept in `speeds`, as a good guess
 for the next daemon.
@@ -30,6 +31,7 @@ from kvstore.prefetch.planner import Plan, Want, plan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.engine.afterwards import Afterwards
     from kvstore.engine.counters import Counters
     from kvstore.index import Block
     from kvstore.prefetch.move import Waiter
@@ -92,20 +94,28 @@ class _Probe:
 
 
 class Worth:
-    """Decides what is waited for; `promoter` is set afterwards when there is a disk tier.
+    """Decides what is waited for.
 
     Attributes:
         speeds: what was learned, by this daemon and earlier ones.
     """
 
     def __init__(self, counters: Counters, speeds: Speeds | None = None) -> None:
-        """Compose; without `speeds` nothing is known from before."""
+        """Compose; `add_disk` follows when there is one. Without `speeds` nothing is known yet."""
         self._counters = counters
         self.speeds = Speeds() if speeds is None else speeds
         self.promoter: Promoter | None = None
+        self.afterwards: Afterwards | None = None
         self._was_stalled = False
         self._probe = _Probe()
         self._probed = 0.0
+
+    def add_disk(self, store_id: bytes, promoter: Promoter, afterwards: Afterwards) -> None:
+        """Decide about what comes from a disk tier, too; what is known of its speed is believed."""
+        self.promoter, self.afterwards = promoter, afterwards
+        known = self.speeds.disk(store_id)
+        if known is not None:
+            promoter.path.recall(*known)
 
     @property
     def stalled(self) -> bool:
@@ -162,7 +172,11 @@ class Worth:
         counts = self._counters.counts
         if chosen.blocks < len(run):
             counts["waits_declined"] += 1
-            self._measure(run[chosen.blocks :], now)
+            left = run[chosen.blocks :]
+            seconds = queued_seconds + len(left) * block_seconds
+            noted = self.afterwards is not None and self.afterwards.note(left, seconds)
+            if not noted or seconds > _PROBE_SECONDS:
+                self._measure(left, now)
         if cold:
             counts["waits_begun"] += 1
         patience = deadline_seconds
@@ -266,6 +280,11 @@ class Worth:
         self._counters.record("wait", took)
         self._counters.record("wait_predicted", pending.predicted_seconds)
         self._counters.record("wait_error", abs(took - pending.predicted_seconds))
+
+    def given_up(self, blocks: Sequence[Block], block_seconds: float) -> None:
+        """A wait was cut before these blocks: they are computed, and brought afterwards."""
+        if self.afterwards is not None and not self.stalled_seconds():
+            self.afterwards.note(blocks, len(blocks) * block_seconds)
 
     def forecast(
         self, run: Sequence[Block], here: Sequence[bool], block_seconds: float, priority: int

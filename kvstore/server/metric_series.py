@@ -62,6 +62,11 @@ COUNTS: Final[dict[str, tuple[str, str]]] = {
     "gpu_promotions_dropped": ("blocks", "promotions to the GPU pool that were given up"),
     "moved_blocks_disk": ("blocks", "moved between segments for a smaller disk tier"),
     "warm_up_blocks": ("blocks", "brought from disk to host memory after the start"),
+    "afterwards_blocks": (
+        "blocks",
+        "brought from disk to host memory after a request had declined and computed them",
+    ),
+    "afterwards_bytes": ("bytes", "of those"),
     "evictions_inline": ("blocks", "left host memory while somebody waited for their place"),
     "evictions_background": ("blocks", "left host memory ahead of need; they stay on disk"),
     "evicted_by_request": ("copies", "removed by `evict`"),

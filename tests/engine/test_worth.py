@@ -203,6 +203,7 @@ def test_a_path_that_everybody_declines_is_measured_again(make_world: Make) -> N
         as_if_measured(world, SLOW)
         path = world.engine.promoter.path  # type: ignore[union-attr]
         path.observed_at = -1e9  # long ago
+        world.engine.worth.afterwards = None  # which would read all of it
         player = world.player()
         rate = TOKENS / 0.01
         for _ in range(200):

@@ -67,7 +67,8 @@ class PathEstimate:
         self.measured = False
         self.observed_at = -math.inf
         self.in_flight = 0
-        self._begun: dict[int, tuple[float, int]] = {}
+        # Of each transfer under way: when it began, its bytes, all bytes under way just then.
+        self._begun: dict[int, tuple[float, int, int]] = {}
         self._next = 0
         self._mark = 0.0
         # Transfer that nothing else was under way with; 0: none.
@@ -93,8 +94,8 @@ class PathEstimate:
             self._mark = now
         self._next += 1
         self._lone = self._next if idle else 0
-        self._begun[self._next] = (now, size)
         self.in_flight += size
+        self._begun[self._next] = (now, size, self.in_flight)
         return self._next
 
     def _fade(self, now: float) -> None:
@@ -116,7 +117,7 @@ class PathEstimate:
         Returns:
             seconds that it took.
         """
-        begun, size = self._begun.pop(number)
+        begun, size, _ = self._begun.pop(number)
         self.in_flight -= size
         stretch = max(now - self._mark, 1e-9)
         self._mark = now
@@ -142,7 +143,7 @@ class PathEstimate:
 
     def oldest_seconds(self, now: float) -> float:
         """Return how long the oldest transfer has been under way; 0 without one."""
-        return now - min((begun for begun, _ in self._begun.values()), default=now)
+        return now - min((begun for begun, _, _ in self._begun.values()), default=now)
 
     def seconds(self, size: int, ahead: int, now: float) -> float:
         """Predict how long it takes until `size` bytes have arrived.
@@ -158,13 +159,15 @@ class PathEstimate:
         """Return the rate to count on now: the believed one, unless what is under way belies it.
 
         A transfer that should have ended long ago says that the path is slow before it ends: a
-        little, when it is late by a hiccup, and all the more the longer it takes.
+        little, when it is late by a hiccup, and all the more the longer it takes. It shares the path
+        with what was under way when it began, most of which may have ended since.
         """
         rate = self.bytes_per_second
-        age = self.oldest_seconds(now)
-        if age > 2 * (self.in_flight / rate + self.latency_seconds):
+        begun, _, size = min(self._begun.values(), default=(now, 0, 0))
+        age = now - begun
+        if age > 2 * (size / rate + self.latency_seconds):
             steady = _STEADY_SECONDS * math.exp(-age / _DOUBT_SECONDS)
-            return max(min(rate, (rate * steady + self.in_flight) / (steady + age)), 1.0)
+            return max(min(rate, (rate * steady + size) / (steady + age)), 1.0)
         return rate
 
     def quantum(self, seconds: float, least: int, most: int = 16 * MIB) -> int:

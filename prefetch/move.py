@@ -69,9 +69,11 @@ class WaiterJob(Job[Move]):
 
     __slots__ = ("moves", "traceparent", "waiter")
 
-    def __init__(self, waiter: Waiter, shape: BlockShape, priority: int, deadline: float) -> None:
+    def __init__(
+        self, waiter: Waiter, shape: BlockShape, priority: int, deadline: float, slack: float
+    ) -> None:
         """Start without moves."""
-        super().__init__(shape, priority, deadline)
+        super().__init__(shape, priority, deadline, slack)
         self.waiter = waiter
         self.moves = 0
         self.traceparent = tracing.carried()

@@ -8,10 +8,10 @@ what the path moves in a few milliseconds, so that nobody waits long behind a ba
 taken in passing before shorter jobs is as small as a first batch. A shape without room for now lets
 the others go first and keeps its place.
 
-A move is queued, taken into a batch, moving, ended. It holds its source copy from the request on, and its
-destination slot until the last system call has returned: cancelling takes a waiter away, and
-drops moves that nobody waits for only if they have not begun. Telling a waiter may make it cancel
-others of its moves, so whoever tells several looks at each move's state again.
+A move holds its source copy from the request on, and its destination slot until the last system call
+has returned: cancelling takes a waiter away, and drops moves that nobody waits for only if they have
+not begun. Telling a waiter may make it cancel others of its moves, so whoever tells several looks at
+each move's state again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvstore.miss import MissReason
 from kvstore.prefetch.admission import admitted
 from kvstore.prefetch.estimate import PathEstimate
 from kvstore.prefetch.move import Move, MoveState, Waiter, WaiterJob
-from kvstore.prefetch.queue import JobQueue
+from kvstore.prefetch.queue import FRONT_PICKS, JobQueue
 from kvstore.tiers.base import Outcome, Transfer
 from kvstore.units import KIB, MIB
 
@@ -151,6 +151,7 @@ class Promoter:
         waiter: Waiter,
         priority: int = 0,
         deadline: float = math.inf,
+        slack: float = math.inf,
     ) -> None:
         """Promote blocks of one shape, given in chain order, and tell the waiter about each.
 
@@ -159,6 +160,8 @@ class Promoter:
             waiter: who is told.
             priority: class; higher goes first.
             deadline: loop time after which what has not begun is not wanted any more.
+            slack: bytes of shorter jobs that may still be put before these, beyond `ahead_bytes`;
+                infinite when nobody counts on when they arrive.
         """
         job: WaiterJob | None = None
         for block in blocks:
@@ -167,7 +170,8 @@ class Promoter:
                 name = (waiter, shape, priority)
                 job = self._jobs.get(name)
                 if job is None:
-                    job = self._jobs[name] = WaiterJob(waiter, shape, priority, deadline)
+                    job = WaiterJob(waiter, shape, priority, deadline, slack)
+                    self._jobs[name] = job
             move = self._moves.get(block)
             if move is None:
                 move = self._moves[block] = Move(block)
@@ -213,7 +217,24 @@ class Promoter:
             else:
                 shared += size
         queued = self._bytes - self.path.in_flight - shared
-        return max(0, min(queued, self._queue.before(priority, own, job))) - moving
+        ahead = max(0, min(queued, self._queue.before(priority, own, job)))
+        return ahead + self._in_passing(priority, own, job, ahead + own - moving, size) - moving
+
+    def _in_passing(
+        self, priority: int, own: int, job: WaiterJob | None, reading: int, size: int
+    ) -> int:
+        """Return how much of what stands behind a job is read in passing before it has ended.
+
+        Args:
+            priority: of the job.
+            own: its bytes.
+            job: the job itself, if there is one already.
+            reading: bytes that are begun until then.
+            size: of a block.
+        """
+        batch = self.path.quantum(_QUANTUM_SECONDS, max(size, 1), _BATCH_BYTES)
+        share = min(batch, max(size, _FIRST_BATCH_BYTES)) / (FRONT_PICKS * batch)
+        return min(self._queue.in_passing(priority, own, job), int(max(0, reading) * share))
 
     def cancel(self, blocks: Iterable[Block], waiter: Waiter) -> None:
         """Take a waiter away; moves that have begun run to their end."""

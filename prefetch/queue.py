@@ -1,32 +1,36 @@
 """Jobs that wait for moves, and which of them goes next.
 
-A job is what one waiter wants: a chain of moves, served in order. Among jobs the order is: higher
-priority class first; in a class the job with the fewest bytes left, because that ends the most
-waits soonest; but after three such picks the job that has waited longest, so that a long one is
-served at least every fourth time while shorter ones keep coming, and ends. Such a pick is *in passing*:
-whoever serves it takes little, since those who would have been first wait for it.
+A job is what one waiter wants: a chain of moves, served in order. Higher priority classes go first; in
+a class jobs stand in line. A newcomer goes before those at the end of the line that have more bytes left
+than it has, because that ends the most waits soonest, and stops at the first that has fewer, or that
+cannot spare the time: whoever was told when it will be served says how many bytes may still be put
+before it (its *slack*), and everyone who goes before it takes his own from that. So what is told to a
+newcomer holds: what stands before it, when it comes, is all that it ever waits for beyond its slack.
 
-A job's bytes only ever become fewer, and most often by somebody else's move. So the heaps hold an
-entry for each time that a job's place changed, and what is out of date is skipped when it surfaces.
+A job that was told nothing has slack without end. It is overtaken by all that are shorter, so after
+three picks from the front of the line the oldest of these jobs is picked, and ends while shorter ones
+keep coming. Such a pick is *in passing*: whoever serves it takes little, since those in front wait for it.
 """
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import itertools
 import math
 from collections import deque
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
-__all__ = ["Job", "JobQueue"]
+__all__ = ["FRONT_PICKS", "Job", "JobQueue"]
 
 Item = TypeVar("Item")
 
-# Picks by fewest bytes left between two picks by age.
-_SHORT_PICKS: Final = 3
+# Picks from the front between two picks by age.
+FRONT_PICKS: Final = 3
+_age = attrgetter("order")
 
 
 class Job(Generic[Item]):
@@ -36,38 +40,43 @@ class Job(Generic[Item]):
         kind: jobs of one kind compete for the same room: a block shape.
         priority: its class; higher goes first.
         deadline: loop time after which nobody wants it any more.
+        slack: bytes that may still be put before it; infinite when nobody counts on when it ends.
         items: what is still to be begun, in order. Whoever takes one out looks whether it still
             is: the queue does not follow what happens to them.
         left: bytes that have not arrived.
         moving: of these, bytes that are on their way.
         order: of arrival.
         batches: how often it was picked.
-        in_passing: whether it was picked last by age, before jobs that have fewer bytes left.
+        in_passing: whether it was picked last by age, before jobs in front of it.
         queued: whether it competes.
-        aged: whether the queue's heap by age holds it.
-        listed: for how many bytes left the other heap holds it; -1 for none.
     """
 
     __slots__ = (
-        "aged",
         "batches",
         "deadline",
         "in_passing",
         "items",
         "kind",
         "left",
-        "listed",
         "moving",
         "order",
         "priority",
         "queued",
+        "slack",
     )
 
-    def __init__(self, kind: Hashable, priority: int = 0, deadline: float = math.inf) -> None:
+    def __init__(
+        self,
+        kind: Hashable,
+        priority: int = 0,
+        deadline: float = math.inf,
+        slack: float = math.inf,
+    ) -> None:
         """Make a job without items; it is not in a queue yet."""
         self.kind = kind
         self.priority = priority
         self.deadline = deadline
+        self.slack = slack
         self.items: deque[Item] = deque()
         self.left = 0
         self.moving = 0
@@ -75,55 +84,57 @@ class Job(Generic[Item]):
         self.batches = 0
         self.in_passing = False
         self.queued = False
-        self.aged = False
-        self.listed = -1
+
+    @property
+    def told(self) -> bool:
+        """Whether somebody counts on when it ends."""
+        return self.slack < math.inf
 
 
-class _Class(Generic[Item]):
-    """The jobs of one priority and kind, in both orders."""
+class _Line(Generic[Item]):
+    """The jobs of one priority.
 
-    __slots__ = ("by_age", "by_left")
+    Attributes:
+        jobs: in the order in which they are served.
+        ages: those that were told nothing, the oldest first.
+        front_picks: since the last pick by age.
+    """
+
+    __slots__ = ("ages", "front_picks", "jobs")
 
     def __init__(self) -> None:
-        self.by_left: list[tuple[int, int, Job[Item]]] = []
-        self.by_age: list[tuple[int, Job[Item]]] = []
+        self.jobs: list[Job[Item]] = []
+        self.ages: list[Job[Item]] = []
+        self.front_picks = 0
 
-    def enter(self, job: Job[Item]) -> None:
-        """Put a job where it belongs, unless it is there."""
-        if not job.aged:
-            job.aged = True
-            heapq.heappush(self.by_age, (job.order, job))
-        if job.listed != job.left:
-            job.listed = job.left
-            heapq.heappush(self.by_left, (job.left, job.order, job))
+    def place(self, left: int, end: int | None = None) -> int:
+        """Return how many jobs stay before one with so many bytes left that comes at `end`."""
+        at = len(self.jobs) if end is None else end
+        while at and self.jobs[at - 1].left > left and self.jobs[at - 1].slack >= left:
+            at -= 1
+        return at
 
-    def fewest(self) -> Job[Item] | None:
-        """Return the queued job with the fewest bytes left."""
-        heap = self.by_left
-        while heap:
-            left, _, job = heap[0]
-            if job.queued and job.left == left:
-                return job
-            heapq.heappop(heap)
-            if job.listed == left:
-                job.listed = -1
-        return None
+    def enter(self, job: Job[Item], end: int | None = None) -> None:
+        """Let a job in where it belongs, and take from the slack of those that it overtakes."""
+        at = self.place(job.left, end)
+        for passed in self.jobs[at:end]:
+            passed.slack -= job.left
+        self.jobs.insert(at, job)
 
-    def oldest(self) -> Job[Item] | None:
-        """Return the queued job that has waited longest."""
-        heap = self.by_age
-        while heap:
-            job = heap[0][1]
-            if job.queued:
-                return job
-            heapq.heappop(heap)
-            job.aged = False
-        return None
+    def move_up(self, job: Job[Item]) -> None:
+        """Let a job that has fewer bytes left overtake those that it may overtake now."""
+        at = self.jobs.index(job)
+        if self.place(job.left, at) < at:
+            del self.jobs[at]
+            self.enter(job, at)
 
-    def clear(self) -> None:
-        """Forget the entries of jobs that do not compete."""
-        for _, _, job in self.by_left:
-            job.listed = -1
+    def first(self, among: Callable[[Hashable], bool]) -> Job[Item] | None:
+        """Return the job in front."""
+        return next((job for job in self.jobs if among(job.kind)), None)
+
+    def oldest(self, among: Callable[[Hashable], bool]) -> Job[Item] | None:
+        """Return the oldest of those that were told nothing."""
+        return next((job for job in self.ages if among(job.kind)), None)
 
 
 class JobQueue(Generic[Item]):
@@ -131,14 +142,12 @@ class JobQueue(Generic[Item]):
 
     def __init__(self) -> None:
         """Start empty."""
-        self._classes: dict[tuple[int, Hashable], _Class[Item]] = {}
+        self._lines: dict[int, _Line[Item]] = {}
         self._order = itertools.count()
-        self._short_picks: dict[int, int] = {}
-        self._size = 0
 
     def __len__(self) -> int:
         """Return the number of jobs that have something to begin."""
-        return self._size
+        return sum(len(line.jobs) for line in self._lines.values())
 
     def add(self, job: Job[Item]) -> None:
         """Let a job compete, or again; its age counts from the first time."""
@@ -148,19 +157,27 @@ class JobQueue(Generic[Item]):
         if job.order < 0:
             job.order = next(self._order)
         job.queued = True
-        self._size += 1
-        self._classes.setdefault((job.priority, job.kind), _Class()).enter(job)
+        line = self._lines.setdefault(job.priority, _Line())
+        line.enter(job)
+        if not job.told:
+            bisect.insort(line.ages, job, key=_age)
 
     def changed(self, job: Job[Item]) -> None:
         """Take note that a job has another number of bytes left."""
         if job.queued:
-            self._classes[job.priority, job.kind].enter(job)
+            self._lines[job.priority].move_up(job)
 
     def remove(self, job: Job[Item]) -> None:
         """Let a job compete no more. Idempotent."""
-        if job.queued:
-            job.queued = False
-            self._size -= 1
+        if not job.queued:
+            return
+        job.queued = False
+        line = self._lines[job.priority]
+        line.jobs.remove(job)
+        if not job.told:
+            del line.ages[bisect.bisect_left(line.ages, job.order, key=_age)]
+        if not line.jobs:
+            del self._lines[job.priority]
 
     def pick(self, among: Callable[[Hashable], bool] = lambda _: True) -> Job[Item] | None:
         """Return the job that goes next; it stays in the queue.
@@ -168,26 +185,21 @@ class JobQueue(Generic[Item]):
         Args:
             among: of a kind, whether it can be served now.
         """
-        for place, of in list(self._classes.items()):
-            if of.oldest() is None:
-                of.clear()
-                del self._classes[place]
-        candidates = [place for place in self._classes if among(place[1])]
-        if not candidates:
-            return None
-        priority = max(place[0] for place in candidates)
-        classes = [self._classes[place] for place in candidates if place[0] == priority]
-        picks = self._short_picks.get(priority, 0)
-        by_age = picks >= _SHORT_PICKS
-        self._short_picks[priority] = 0 if by_age else picks + 1
-        heads = [job for of in classes if (job := of.fewest()) is not None]
-        chosen = shortest = min(heads, key=lambda job: (job.left, job.order))
-        if by_age:
-            heads = [job for of in classes if (job := of.oldest()) is not None]
-            chosen = min(heads, key=lambda job: job.order)
-        chosen.in_passing = chosen is not shortest
-        chosen.batches += 1
-        return chosen
+        for priority in sorted(self._lines, reverse=True):
+            line = self._lines[priority]
+            first = line.first(among)
+            if first is None:
+                continue
+            chosen = first
+            if line.front_picks >= FRONT_PICKS:
+                line.front_picks = 0
+                chosen = line.oldest(among) or first
+            else:
+                line.front_picks += 1
+            chosen.in_passing = chosen is not first
+            chosen.batches += 1
+            return chosen
+        return None
 
     def before(self, priority: int, left: int, but: Job[Item] | None = None) -> int:
         """Return how many bytes would begin to move before those of a job.
@@ -195,18 +207,30 @@ class JobQueue(Generic[Item]):
         Args:
             priority: of the job.
             left: bytes that it has left.
-            but: the job itself, if it is in the queue.
+            but: the job itself, if there is one already.
         """
-        return sum(
-            job.left - job.moving
-            for job in self.jobs()
-            if job is not but
-            and (job.priority > priority or (job.priority == priority and job.left <= left))
-        )
+        ahead = sum(job.left - job.moving for job in self._part(priority, left, but, before=True))
+        for other, line in self._lines.items():
+            if other > priority:
+                ahead += sum(job.left - job.moving for job in line.jobs)
+        return ahead
+
+    def in_passing(self, priority: int, left: int, but: Job[Item] | None = None) -> int:
+        """Return how many bytes behind a job may be picked in passing; arguments as for `before`."""
+        behind = self._part(priority, left, but, before=False)
+        return sum(job.left - job.moving for job in behind if not job.told)
+
+    def _part(
+        self, priority: int, left: int, but: Job[Item] | None, *, before: bool
+    ) -> Sequence[Job[Item]]:
+        """Return the part of a line before or behind a job's place."""
+        line = self._lines.get(priority)
+        if line is None or (but is not None and not but.queued):
+            return ()
+        at = line.place(left) if but is None else line.jobs.index(but)
+        return line.jobs[:at] if before else [job for job in line.jobs[at:] if job is not but]
 
     def jobs(self) -> Iterator[Job[Item]]:
         """Yield the queued jobs."""
-        for of in self._classes.values():
-            for _, job in of.by_age:
-                if job.queued:
-                    yield job
+        for line in self._lines.values():
+            yield from line.jobs

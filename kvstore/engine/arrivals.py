@@ -34,6 +34,7 @@ class Arrivals:
         waiter: Waiter,
         priority: int = 0,
         deadline: float = math.inf,
+        slack: float = math.inf,
     ) -> None:
         """Bring blocks, and tell the waiter about each; see `Promoter.request`."""
         unchecked = [b for b in blocks if b.host is not None]
@@ -41,7 +42,7 @@ class Arrivals:
             self._verifier.request(unchecked, waiter)
         if self.promoter is not None and len(unchecked) < len(blocks):
             cold = [b for b in blocks if b.host is None]
-            self.promoter.request(cold, waiter, priority, deadline)
+            self.promoter.request(cold, waiter, priority, deadline, slack)
 
     def cancel(self, blocks: Sequence[Block], waiter: Waiter) -> None:
         """Take a waiter away."""

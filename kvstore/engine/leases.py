@@ -10,6 +10,7 @@ cannot take them before their turn. It ends by release, by silence of its holder
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -290,7 +291,8 @@ class Leases:
             if rate > 0:
                 lease.review = loop.call_later(REVIEW_SECONDS, self._review, lease)
             deadline = loop.time() + deadline_seconds
-            self._arrivals.request(list(lease.where), lease, priority, deadline)
+            slack = math.inf if pending is None else pending.slack_bytes
+            self._arrivals.request(list(lease.where), lease, priority, deadline, slack)
         # What follows the run; what it loses while it grows is counted then.
         self._counters.miss(miss.reason.value, len(keys) - len(run), space.spec.block_tokens)
         return self._answer(lease, 0)

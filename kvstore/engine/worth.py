@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -48,6 +49,8 @@ _STALL_SECONDS: Final = 2.0
 _STALL_FACTOR: Final = 20.0
 # A wait is planned anew when it is this much later, or its path this much slower, than predicted.
 _LATE_FACTOR: Final = 1.25
+# Of the time that a wait is predicted to win, what shorter ones that come later may take.
+_SPARED: Final = 0.5
 # A path that nobody uses because it is slow is measured again this often.
 _PROBE_SECONDS: Final = 2.0
 _PROBE_PRIORITY: Final = -(1 << 30)
@@ -67,6 +70,8 @@ class Pending:
         predicted_seconds: until the last block.
         give_up_at: loop time after which the lease waits no more.
         turn_at: loop time until which waiting costs nothing.
+        slack_bytes: of shorter jobs, that may be read first although they come later; infinite
+            where nobody compares.
         pace: the rate that was counted on, bytes a second.
         cut: whether it was shortened.
     """
@@ -76,6 +81,7 @@ class Pending:
     begun: float
     predicted_seconds: float
     give_up_at: float
+    slack_bytes: float = math.inf
     pace: float = 0.0
     turn_at: float = 0.0
     cut: bool = False
@@ -179,17 +185,19 @@ class Worth:
                 self._measure(left, now)
         if cold:
             counts["waits_begun"] += 1
-        patience = deadline_seconds
+        patience, slack, pace = deadline_seconds, math.inf, promoter.path.pace(now)
         # What is in memory is only being checked: that is not computed anew meanwhile.
         if block_seconds and cold:
             patience = min(patience, queued_seconds + cold * block_seconds)
+            slack = _SPARED * pace * max(0.0, patience - chosen.wait_seconds)
         return chosen.blocks, Pending(
             block_seconds,
             priority,
             now,
             chosen.wait_seconds,
             now + patience,
-            promoter.path.pace(now),
+            slack,
+            pace,
             now + queued_seconds,
         )
 

@@ -62,10 +62,10 @@ class LeaseWorld(PromoterWorld):
         loop = asyncio.get_running_loop()
         keys = Keys.of([block.key for block in chain], 16)
         question = Question(keys, [block.host is None for block in chain], loop.time())
-        own = question.left
-        for other in self.asked:
-            if not other.ended and other.left <= own:
-                question.ahead += other.left
+        cold = [block for block in chain if block.host is None]
+        if cold:
+            ahead = self.promoter.ahead_bytes(cold, 0) + self.promoter.path.in_flight
+            question.ahead = max(0, ahead) / cold[0].space.shape.block_bytes
         number = len(self.asked)
         self.asked.append(question)
         rate = self.space.spec.block_tokens / self.block_seconds

@@ -1,15 +1,18 @@
-"""Which job goes next: class, then fewest bytes left, then, every fourth time, the oldest."""
+"""Which job goes next: class, then its place in line, and after three of these the oldest."""
 
 from __future__ import annotations
 
+import math
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.prefetch.queue import Job, JobQueue
 
 
-def job(left: int, priority: int = 0, kind: str = "k") -> Job[int]:
-    made: Job[int] = Job(kind, priority)
+def job(left: int, priority: int = 0, kind: str = "k", slack: float = math.inf) -> Job[int]:
+    made: Job[int] = Job(kind, priority, slack=slack)
     made.left = left
     return made
 
@@ -21,12 +24,26 @@ def queue_of(*jobs: Job[int]) -> JobQueue[int]:
     return queue
 
 
+def served(queue: JobQueue[int]) -> list[Job[int]]:
+    """Take out all jobs in the order in which they are served."""
+    order = []
+    while (picked := queue.pick()) is not None:
+        order.append(picked)
+        queue.remove(picked)
+    return order
+
+
 def test_a_higher_class_goes_first_whatever_its_size() -> None:
     urgent, small = job(1000, priority=1), job(1)
     queue = queue_of(small, urgent)
     assert [queue.pick() for _ in range(8)] == [urgent] * 8
     queue.remove(urgent)
     assert queue.pick() is small
+
+
+def test_fewer_bytes_go_first_and_of_equals_who_came_first() -> None:
+    long, short, same = job(30), job(10), job(10)
+    assert served(queue_of(long, short, same)) == [short, same, long]
 
 
 def test_a_long_job_is_picked_every_fourth_time_and_ends() -> None:
@@ -40,6 +57,7 @@ def test_a_long_job_is_picked_every_fourth_time_and_ends() -> None:
         picked = queue.pick()
         assert picked is not None
         if picked is long:
+            assert picked.in_passing
             since = 0
             queue.remove(short)
         else:
@@ -48,12 +66,46 @@ def test_a_long_job_is_picked_every_fourth_time_and_ends() -> None:
         assert since <= 3
 
 
+def test_who_was_told_when_it_ends_is_overtaken_by_as_much_as_it_can_spare() -> None:
+    long = job(100, slack=25)
+    shorts = [job(10) for _ in range(4)]
+    queue = queue_of(long, *shorts)
+    assert long.slack == 5
+    # Who has 5 bytes would go before all, who has 6 stays behind the long one and two others.
+    assert (queue.before(0, 5), queue.before(0, 6)) == (0, 120)
+    assert served(queue) == [*shorts[:2], long, *shorts[2:]]
+
+
+def test_who_cannot_spare_anything_holds_up_those_who_would_pass_others_before_it() -> None:
+    long, told, short = job(100), job(50, slack=0), job(10)
+    assert served(queue_of(long, told, short)) == [told, short, long]
+
+
+def test_nobody_who_was_told_when_it_ends_is_picked_for_its_age() -> None:
+    told, short = job(100, slack=1000), job(10)
+    queue = queue_of(told, short)
+    assert [queue.pick() for _ in range(8)] == [short] * 8
+    # That it may be overtaken is all that others take from it.
+    assert told.slack == 990
+
+
 def test_a_job_that_shrank_by_anothers_moves_moves_up() -> None:
     first, second = job(100), job(50)
     queue = queue_of(first, second)
     first.left = 10
     queue.changed(first)
     assert queue.pick() is first
+
+
+def test_a_job_that_shrank_stays_behind_those_who_cannot_wait_for_it() -> None:
+    first, second = job(50, slack=9), job(100)
+    queue = queue_of(first, second)
+    second.left = 10
+    queue.changed(second)
+    assert queue.pick() is first
+    second.left = 9
+    queue.changed(second)
+    assert (queue.pick(), first.slack) == (second, 0)
 
 
 def test_kinds_that_cannot_be_served_are_passed_over_and_keep_their_place() -> None:
@@ -71,6 +123,16 @@ def test_bytes_before_a_new_job() -> None:
     assert queue.before(-1, 5) == 575
 
 
+@pytest.mark.parametrize(("slack", "behind"), [(math.inf, 40), (1000, 0)])
+def test_bytes_that_go_in_passing_are_those_behind_that_nobody_counts_on(
+    slack: float, behind: int
+) -> None:
+    there = job(20)
+    queue = queue_of(job(10), there, job(40, slack=slack), job(500, priority=1))
+    assert queue.in_passing(0, 20) == behind
+    assert queue.in_passing(0, 20, there) == behind
+
+
 @given(
     st.lists(
         st.tuples(
@@ -81,41 +143,62 @@ def test_bytes_before_a_new_job() -> None:
         max_size=80,
     )
 )
-def test_against_sorting_all_of_them(steps: list[tuple[str, int, int]]) -> None:
-    """The heaps skip what is out of date; nothing is lost or picked twice by it."""
+def test_against_lists_of_numbers(steps: list[tuple[str, int, int]]) -> None:
+    """Nothing is lost or picked twice, and nobody is overtaken by more than it can spare."""
     queue: JobQueue[int] = JobQueue()
-    jobs = [job(100 + 7 * i, priority=i % 3, kind="ab"[i % 2]) for i in range(8)]
-    inside: dict[int, int] = {}  # number -> age
-    ages = iter(range(1000))
+    spare = [math.inf, 150.0, 0.0, math.inf, 400.0, math.inf, 90.0, math.inf]
+    jobs = [
+        job(100 + 7 * i, priority=i % 3, kind="ab"[i % 2], slack=spare[i])
+        for i in range(len(spare))
+    ]
+    lines: dict[int, list[int]] = {0: [], 1: [], 2: []}
     born: dict[int, int] = {}
-    short = {0: 0, 1: 0, 2: 0}
+    fronts = {0: 0, 1: 0, 2: 0}
+
+    def settle(which: int, at: int) -> None:
+        line, own = lines[which % 3], jobs[which].left
+        while at and jobs[line[at - 1]].left > own and spare[line[at - 1]] >= own:
+            at -= 1
+            spare[line[at]] -= own
+        line.insert(at, which)
+
     for what, which, amount in steps:
-        one = jobs[which]
+        one, line = jobs[which], lines[which % 3]
         if what == "add":
-            born.setdefault(which, next(ages))
-            inside[which] = born[which]
+            born.setdefault(which, len(born))
+            if which not in line:
+                settle(which, len(line))
             queue.add(one)
         elif what == "shrink":
             one.left = max(0, one.left - 30 * amount)
+            if which in line:
+                at = line.index(which)
+                line.remove(which)
+                settle(which, at)
             queue.changed(one)
         elif what == "remove":
-            inside.pop(which, None)
+            if which in line:
+                line.remove(which)
+                fronts[which % 3] *= bool(line)
             queue.remove(one)
         else:
             picked = queue.pick()
-            if not inside:
+            if not any(lines.values()):
                 assert picked is None
                 continue
-            top = max(jobs[i].priority for i in inside)
-            best = [i for i in inside if jobs[i].priority == top]
-            shortest = min(best, key=lambda i: (jobs[i].left, inside[i]))
-            if short[top] == 3:
-                short[top] = 0
-                expected = min(best, key=lambda i: inside[i])
+            top = max(priority for priority in lines if lines[priority])
+            first = expected = lines[top][0]
+            if fronts[top] == 3:
+                fronts[top] = 0
+                patient = [i for i in lines[top] if spare[i] == math.inf]
+                expected = min(patient, key=lambda i: born[i], default=first)
             else:
-                short[top] += 1
-                expected = shortest
+                fronts[top] += 1
             assert picked is jobs[expected]
-            assert picked.in_passing == (short[top] == 0 and picked is not jobs[shortest])
-        assert len(queue) == len(inside)
-        assert sorted(id(j) for j in queue.jobs()) == sorted(id(jobs[i]) for i in inside)
+            assert picked.in_passing == (expected != first)
+        assert len(queue) == sum(map(len, lines.values()))
+        assert [j for p in lines for j in queue.jobs() if j.priority == p] == [
+            jobs[i] for p in lines for i in lines[p]
+        ]
+        assert [j.slack for j in jobs] == spare
+        assert all(slack >= 0 for slack in spare)

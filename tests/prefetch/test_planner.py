@@ -82,6 +82,18 @@ def test_a_hiccup_under_way_is_not_taken_for_a_slow_device() -> None:
     assert paces[5] == pytest.approx(4800, rel=0.01)
 
 
+def test_who_began_behind_others_is_not_late_by_their_time() -> None:
+    """Three transfers share a device; the last one ends after three times its own time."""
+    path, now = path_of(1e6), 100.0
+    numbers = [path.begin(MIB, now) for _ in range(3)]
+    for number in numbers:
+        now += MIB / 1e6
+        assert path.pace(now) == path.bytes_per_second
+        path.end(number, MIB, now)
+    path.begin(MIB, now)
+    assert path.pace(now + 3 * MIB / 1e6) < path.bytes_per_second
+
+
 def test_a_path_that_is_only_tried_now_and_then_is_believed_what_it_shows_then() -> None:
     """A bad minute, after which nobody waits for it any more."""
     path, now = path_of(2e6), 100.0

@@ -1,0 +1,103 @@
+"""Who was told that waiting pays gets it in time, whoever comes later; who cannot is told so at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from lease_world import LeaseWorld
+from virtual_time import run_in_virtual_time
+
+from kvstore.cli.bench.prefetch_trace import Question
+from kvstore.units import KIB
+
+BLOCK = 16 * KIB
+COMPUTE = 0.05
+
+
+def alone(question: Question) -> float:
+    """Return the seconds to a first token without kvstore."""
+    return len(question.keys) * COMPUTE
+
+
+async def world_of(load: float) -> LeaseWorld:
+    """A disk that needs `load` times as long for a block as computing it does."""
+    world = LeaseWorld(BLOCK / (load * COMPUTE), BLOCK, COMPUTE)
+    world.promoter.start()
+    await world.measured()
+    return world
+
+
+async def ended(world: LeaseWorld) -> None:
+    while not all(question.ended for question in world.asked):
+        await asyncio.sleep(0.1)
+    await world.promoter.stop()
+
+
+async def _overload() -> tuple[Question, list[Question]]:
+    """Ask for a long chain, and then for twice as much as the disk can read in short ones."""
+    world = await world_of(0.6)
+    long = world.load(world.chain(100))
+    shorts = []
+    for _ in range(60):
+        await asyncio.sleep(0.15)
+        shorts.append(world.load(world.chain(10)))
+    await ended(world)
+    return long, shorts
+
+
+def test_a_long_wait_that_shorter_ones_keep_overtaking_ends_before_computing_would() -> None:
+    """It takes 3 s and 5 s to compute: of the 2 s won the shorter ones may take one."""
+    long, shorts = run_in_virtual_time(_overload())
+    assert long.loaded == 100
+    took = long.ended - long.begun
+    assert 3.8 < took < 4.0
+    overtook = [q for q in shorts if q.loaded and q.ended < long.ended]
+    assert len(overtook) == 3
+    assert all(q.first_token(COMPUTE) <= alone(q) * 1.001 for q in shorts)
+
+
+def test_who_would_come_too_late_is_told_so_at_once() -> None:
+    _, shorts = run_in_virtual_time(_overload())
+    declined = [q for q in shorts if not q.loaded]
+    assert len(declined) > 20
+    assert all(q.ended == q.begun for q in declined)
+
+
+async def _one_by_one() -> list[Question]:
+    world = await world_of(0.6)
+    asked = [world.load(world.chain(blocks)) for blocks in (100, 40, 30, 3)]
+    await ended(world)
+    return asked
+
+
+def test_a_newcomer_counts_those_that_it_cannot_overtake() -> None:
+    """The first can spare 33 blocks: the second has more, the third takes nearly all of that."""
+    first, too_long, passes, late = run_in_virtual_time(_one_by_one())
+    assert (too_long.loaded, too_long.ended) == (0, too_long.begun)
+    assert passes.loaded == 30
+    assert passes.ended < first.ended
+    assert first.loaded == 100
+    # It may pass both, but not what is in flight already: about as long as it takes to compute.
+    assert late.first_token(COMPUTE) <= alone(late) * 1.001
+
+
+async def _beside_a_hint(load: float, blocks: int) -> tuple[float, float]:
+    """Return what a wait took beside a hint without end, and what it was predicted to take."""
+    world = await world_of(load)
+    world.ask(world.chain(2000))
+    question = world.load(world.chain(blocks))
+    [lease] = world.leases._growing
+    assert lease.pending is not None
+    predicted = lease.pending.predicted_seconds
+    await ended(world)
+    assert question.loaded == blocks
+    return question.ended - question.begun, predicted
+
+
+@pytest.mark.parametrize(("load", "blocks"), [(0.1, 40), (0.4, 40), (0.4, 200)])
+def test_what_is_read_in_passing_is_counted(load: float, blocks: int) -> None:
+    """Every fourth read is the hint's."""
+    took, predicted = run_in_virtual_time(_beside_a_hint(load, blocks))
+    assert took > 1.2 * blocks * load * COMPUTE
+    assert predicted == pytest.approx(took, rel=0.06)

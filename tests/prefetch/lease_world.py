@@ -30,12 +30,18 @@ class LeaseWorld(PromoterWorld):
         asked: all requests.
     """
 
-    def __init__(self, bytes_per_second: float, block_bytes: int, block_seconds: float) -> None:
+    def __init__(
+        self,
+        bytes_per_second: float,
+        block_bytes: int,
+        block_seconds: float,
+        worth: Worth | None = None,
+    ) -> None:
         super().__init__(bytes_per_second, block_bytes)
         self.block_seconds = block_seconds
         self.read_seconds = block_bytes / bytes_per_second
         self.asked: list[Question] = []
-        worth = Worth(Counters())
+        worth = worth or Worth(Counters())
         worth.promoter = self.promoter
         arrivals = SimpleNamespace(
             request=self.promoter.request, cancel=self.promoter.cancel, hurry=lambda blocks: None

@@ -7,7 +7,7 @@ start without waiting) is the synchronous client's own, on a background thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
@@ -28,7 +28,7 @@ from kvstore.process import keep_in_children
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc as rpc
 from kvstore.rows import Blocks, Rows
-from kvstore.space import SpaceSpec
+from kvstore.space import BlockShape, SpaceSpec
 from kvstore.steps import Await, Flow, Grow, Pause, Receive, Rpc, Send, Step, Work, flow_name
 from kvstore.wire import channel_options, spec_to_message
 
@@ -292,6 +292,13 @@ class AsyncClient:
         """Open a space in its current epoch; the daemon registers it if it is new."""
         request = pb.OpenSpaceRequest(spec=spec_to_message(spec))
         return AsyncSpace(self, spec, await self._call("OpenSpace", request, self.timeout_s))
+
+    async def make_room(self, shard_bytes: Sequence[int]) -> pb.MakeRoomResponse:
+        """Have the daemon make its host pool's memory; see `kvstore.Client.make_room`."""
+        BlockShape.of(shard_bytes)
+        request = pb.MakeRoomRequest(shard_bytes=shard_bytes)
+        answer: pb.MakeRoomResponse = await self._call("MakeRoom", request, self.timeout_s)
+        return answer
 
     def report_usage(self, space: SpaceHandle, **amounts: int) -> None:
         """Add to what the daemon counts; see `kvstore.Client.report_usage`."""

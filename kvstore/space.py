@@ -9,8 +9,9 @@ changes the format version, and with it every fingerprint.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Final
+from typing import Final, Self
 
 from kvstore.errors import InvalidRequest
 from kvstore.keys import KEY_BYTES
@@ -39,6 +40,19 @@ class BlockShape:
 
     slot_bytes: int
     shards: int
+
+    @classmethod
+    def of(cls, shard_bytes: Sequence[int]) -> Self:
+        """Return the shape of blocks with such shards.
+
+        Raises:
+            InvalidRequest: there can be no such block.
+        """
+        if not 1 <= len(shard_bytes) <= _MAX_SHARDS:
+            raise InvalidRequest("shard_bytes", f"must name 1 to {_MAX_SHARDS} shards")
+        if min(shard_bytes) < 1 or sum(shard_bytes) > _MAX_BLOCK_BYTES:
+            raise InvalidRequest("shard_bytes", "each must be at least 1, together at most 4 GiB")
+        return cls(round_up(max(shard_bytes), PAGE_BYTES), len(shard_bytes))
 
     @property
     def block_bytes(self) -> int:
@@ -117,10 +131,7 @@ class SpaceSpec:
                 )
         if not 0 <= self.pipeline_rank < self.pipeline_parallel:
             raise InvalidRequest("pipeline_rank", "must be below pipeline_parallel")
-        if not 1 <= len(self.shard_bytes) <= _MAX_SHARDS:
-            raise InvalidRequest("shard_bytes", f"must name 1 to {_MAX_SHARDS} shards")
-        if min(self.shard_bytes) < 1 or sum(self.shard_bytes) > _MAX_BLOCK_BYTES:
-            raise InvalidRequest("shard_bytes", "each must be at least 1, together at most 4 GiB")
+        BlockShape.of(self.shard_bytes)
         if self.key_bytes not in (16, 32):
             raise InvalidRequest("key_bytes", f"must be 16 or 32, not {self.key_bytes}")
 
@@ -132,7 +143,7 @@ class SpaceSpec:
     @property
     def shape(self) -> BlockShape:
         """Slots that one block takes."""
-        return BlockShape(round_up(max(self.shard_bytes), PAGE_BYTES), len(self.shard_bytes))
+        return BlockShape.of(self.shard_bytes)
 
     def differences(self, other: SpaceSpec) -> tuple[Difference, ...]:
         """Return the fields in which another spec differs, in their order here."""

@@ -378,6 +378,22 @@ class OpenSpaceResponse(_message.Message):
     slot_bytes: int
     def __init__(self, space: _Optional[_Union[SpaceRef, _Mapping]] = ..., key_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
 
+class MakeRoomRequest(_message.Message):
+    __slots__ = ("shard_bytes",)
+    SHARD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    shard_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, shard_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class MakeRoomResponse(_message.Message):
+    __slots__ = ("made_bytes", "expected_bytes", "groups")
+    MADE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    made_bytes: int
+    expected_bytes: int
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, made_bytes: _Optional[int] = ..., expected_bytes: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class LookupRequest(_message.Message):
     __slots__ = ("space", "keys", "parent")
     SPACE_FIELD_NUMBER: _ClassVar[int]

@@ -49,6 +49,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.OpenSpaceRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.OpenSpaceResponse.FromString,
                 _registered_method=True)
+        self.MakeRoom = channel.unary_unary(
+                '/kvstore.v1.KVStore/MakeRoom',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.MakeRoomRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.MakeRoomResponse.FromString,
+                _registered_method=True)
         self.Lookup = channel.unary_unary(
                 '/kvstore.v1.KVStore/Lookup',
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.LookupRequest.SerializeToString,
@@ -151,6 +156,19 @@ class KVStoreServicer(object):
 
     def OpenSpace(self, request, context):
         """Registers a space if it is new and answers its id and current epoch. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MakeRoom(self, request, context):
+        """Has the daemon make the memory of its host pool for blocks of one shape now, in the background,
+        instead of when slots are asked for: for whoever must do something with that memory before it
+        is used, such as pinning it for a GPU. All that no other shape has is made, and of slab groups
+        that are wholly empty the shape gets its equal share among those that the pool serves. Nothing
+        is evicted, no limit is exceeded, and nothing is promised: whoever needs memory later gets it as
+        ever, also for another shape. Quotas do not matter: they are about blocks. Answers at once how
+        far it is; ask again to see it go on. Idempotent; needs no space and no attachment.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -295,6 +313,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.OpenSpace,
                     request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.OpenSpaceRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_kvstore__pb2.OpenSpaceResponse.SerializeToString,
+            ),
+            'MakeRoom': grpc.unary_unary_rpc_method_handler(
+                    servicer.MakeRoom,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.MakeRoomRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.MakeRoomResponse.SerializeToString,
             ),
             'Lookup': grpc.unary_unary_rpc_method_handler(
                     servicer.Lookup,
@@ -453,6 +476,33 @@ class KVStore(object):
             '/kvstore.v1.KVStore/OpenSpace',
             kvstore_dot_proto_dot_kvstore__pb2.OpenSpaceRequest.SerializeToString,
             kvstore_dot_proto_dot_kvstore__pb2.OpenSpaceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MakeRoom(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.KVStore/MakeRoom',
+            kvstore_dot_proto_dot_kvstore__pb2.MakeRoomRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.MakeRoomResponse.FromString,
             options,
             channel_credentials,
             insecure,

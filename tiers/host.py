@@ -111,6 +111,8 @@ class HostTier(PoolSlots, Tier):
         self._allocated_bytes = 0  # of slots in groups, and in the one that is being made
         # Blocks promised by `want` whose group is not begun yet; shapes take turns.
         self._owed: dict[BlockShape, int] = {}
+        # Of those, shapes that somebody waits for: their next group is made without giving way.
+        self._urgent: set[BlockShape] = set()
         self._arriving: tuple[BlockShape, int] | None = None
         self._grower: asyncio.Task[None] | None = None
         self._degraded = ""
@@ -275,25 +277,37 @@ class HostTier(PoolSlots, Tier):
             return 0
         return max(self._capacity_bytes - self._allocated_bytes, 0) // shape.block_bytes
 
-    def want(self, shape: BlockShape, blocks: int) -> None:
+    def want(self, shape: BlockShape, blocks: int, *, urgent: bool = False) -> None:
         """Ensure that, capacity allowing, `blocks` slots are free or on their way.
 
         Returns at once; `on_group` tells of each group. Asking again for the same adds nothing.
+        Making memory gives way to whatever else needs the processors, unless it is `urgent`:
+        somebody waits. That holds for the next group alone; who still waits then asks again.
         """
         if not self._open:
             return
         missing = blocks - self.free_blocks(shape) - self._coming(shape)
         missing = min(missing, self.room_blocks(shape) - self._owed.get(shape, 0))
+        if urgent and (missing > 0 or shape in self._owed):
+            self._urgent.add(shape)
         if missing <= 0:
             return
         self._owed[shape] = self._owed.get(shape, 0) + missing
         if self._grower is None:
             self._grower = asyncio.get_running_loop().create_task(self._grow())
 
-    def _coming(self, shape: BlockShape) -> int:
+    def coming_blocks(self, shape: BlockShape) -> int:
+        """Return how many slots are on their way, as far as there is room for them."""
+        owed = self._owed.get(shape, 0)
+        return self.arriving_blocks(shape) + min(owed, self.room_blocks(shape))
+
+    def arriving_blocks(self, shape: BlockShape) -> int:
+        """Return how many slots the group has that is being made, if it is of this shape."""
         arriving = self._arriving
-        begun = arriving[1] if arriving is not None and arriving[0] == shape else 0
-        return begun + self._owed.get(shape, 0)
+        return arriving[1] if arriving is not None and arriving[0] == shape else 0
+
+    def _coming(self, shape: BlockShape) -> int:
+        return self.arriving_blocks(shape) + self._owed.get(shape, 0)
 
     async def _grow(self) -> None:
         """Make groups, one after the other, until nothing is owed."""
@@ -301,6 +315,8 @@ class HostTier(PoolSlots, Tier):
             while self._owed:
                 shape = next(iter(self._owed))
                 owed = self._owed.pop(shape)
+                gentle = shape not in self._urgent
+                self._urgent.discard(shape)
                 remaining = self._capacity_bytes - self._allocated_bytes
                 slots = group_slots(shape, self._capacity_bytes, remaining, self._min_group_bytes)
                 if slots == 0:
@@ -308,12 +324,13 @@ class HostTier(PoolSlots, Tier):
                     continue
                 if owed > slots:
                     self._owed[shape] = owed - slots  # at the end: the other shapes first
-                await self._make_group(shape, slots)
+                await self._make_group(shape, slots, gentle)
         finally:
             self._arriving = None
             self._grower = None
+            self._urgent.clear()
 
-    async def _make_group(self, shape: BlockShape, slots: int) -> None:
+    async def _make_group(self, shape: BlockShape, slots: int, gentle: bool) -> None:
         """Make one group and announce it. Without memory for it, nothing is owed any more."""
         assert self._builder is not None
         taken = slots * shape.block_bytes
@@ -330,6 +347,7 @@ class HostTier(PoolSlots, Tier):
             slots,
             self._populate_threads,
             self._pinner,
+            gentle,
         )
         try:
             slabs = await undisturbed(building)

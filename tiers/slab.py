@@ -171,9 +171,18 @@ class Slab:
 
     @classmethod
     def create(
-        cls, path: Path, *, slots: int, slot_bytes: int, shard: int, populate_threads: int
+        cls,
+        path: Path,
+        *,
+        slots: int,
+        slot_bytes: int,
+        shard: int,
+        populate_threads: int,
+        gentle: bool = False,
     ) -> Slab:
         """Create the file and take all its memory. Blocks for about 0.5 s per GiB; any thread.
+
+        With `gentle`, the threads that take it give way to whoever needs the processors.
 
         Raises:
             OSError: no room (ENOSPC, ENOMEM), or the file exists; nothing is left behind.
@@ -190,11 +199,11 @@ class Slab:
             # Pages must come into being through the advised mapping: those that posix_fallocate
             # makes are small ones where huge pages are given on advice only.
             mapping.advise_huge()
-            if mapping.populate(populate_threads, reserved=False):
+            if mapping.populate(populate_threads, reserved=False, gentle=gentle):
                 os.posix_fallocate(fd, 0, length)
             else:
                 os.posix_fallocate(fd, 0, length)
-                mapping.populate(populate_threads)
+                mapping.populate(populate_threads, gentle=gentle)
             return cls(SlabInfo(path, offset, length, slot_bytes, slots, shard), mapping)
         except BaseException:
             if mapping is not None:

@@ -29,8 +29,9 @@ def make_slabs(
     slots: int,
     populate_threads: int,
     pinner: Pinner | None,
+    gentle: bool,
 ) -> list[Slab]:
-    """Create a group's slabs, all or none. Blocks for about 0.5 s per GiB.
+    """Create a group's slabs, all or none. Blocks for about 0.5 s per GiB; see `Slab.create`.
 
     Raises:
         OSError: there is no memory for them.
@@ -49,6 +50,7 @@ def make_slabs(
                     slot_bytes=shape.slot_bytes,
                     shard=shard,
                     populate_threads=populate_threads,
+                    gentle=gentle,
                 )
             )
     except BaseException:

@@ -101,6 +101,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             tensor_rank=tensor_rank,
             pipeline_rank=pipeline_rank,
             early_loads=settings.early_loads,
+            pool_wait_seconds=settings.pool_wait_seconds,
         )
 
     @property

@@ -33,6 +33,9 @@ class Settings(BaseModel):
         early_loads: on a GPU, whether a load may be reported to an idle engine before its bytes are
             there. Should its slots be taken back in those milliseconds (an epoch is bumped, say),
             the engine stops rather than give a wrong token.
+        pool_wait_seconds: on a GPU, how long an engine that starts waits at most for the daemon's host
+            memory to be made and pinned, so that this does not disturb it once it serves. 0: memory is
+            made when it is needed, and not waited for.
         store_factory: `module:callable` that makes the client, instead of `kvstore.Client`.
     """
 
@@ -53,6 +56,7 @@ class Settings(BaseModel):
     store: bool = True
     load: bool = True
     early_loads: bool = True
+    pool_wait_seconds: float = Field(default=20.0, ge=0, le=600)
     store_factory: str = ""
 
     @classmethod

@@ -7,7 +7,7 @@ calls on a thread of its own. Methods raise `KVStoreError`; futures carry it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -178,8 +178,11 @@ class Attachment(Protocol):
     def wait_active(self, timeout_s: float) -> bool:
         """Wait until attached; return whether it is."""
 
-    def wait_filled(self, timeout_s: float) -> bool:
-        """Wait until the slabs announced so far are pinned; return whether they are."""
+    def wait_filled(self, timeout_s: float, groups: Collection[int] = ()) -> bool:
+        """Wait until these groups are announced and all that are pinned; return whether they are."""
+
+    def make_room(self, shard_bytes: Sequence[int]) -> Future[Any]:
+        """Have memory made for such blocks: `made_bytes`, `expected_bytes`, `groups` so far."""
 
     @property
     def streams_only(self) -> bool:

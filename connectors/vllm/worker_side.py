@@ -8,12 +8,14 @@ load's bytes have been compared.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,19 +33,20 @@ from kvstore.connectors.vllm.metadata import (
     WorkerInfo,
     WorkerReport,
 )
+from kvstore.connectors.vllm.pool_wait import PoolWait
 from kvstore.connectors.vllm.space import EngineShape
 from kvstore.connectors.vllm.stats import LoadTimer, StatsLog
 from kvstore.connectors.vllm.store import Client
 from kvstore.connectors.vllm.traces import begin_load, begin_store
 from kvstore.errors import KVStoreError
 
+if TYPE_CHECKING:
+    from kvstore.connectors.vllm.cuda.pins import SlabPins
+
 __all__ = ["WorkerSide"]
 
 # At start-up the daemon answers in milliseconds, unless the machine is busy, or is not there.
 _ATTACH_SECONDS: Final = 5.0
-# Pinning takes a second for 15 GiB. It has begun when the KV cache was registered, so an engine that
-# has warmed up since hardly waits.
-_PIN_SECONDS: Final = 10.0
 
 
 class WorkerSide:
@@ -61,6 +64,7 @@ class WorkerSide:
         tensor_rank: int,
         pipeline_rank: int,
         early_loads: bool = True,
+        pool_wait_seconds: float = 0.0,
     ) -> None:
         """Wait for the KV cache to be registered.
 
@@ -70,6 +74,7 @@ class WorkerSide:
             tensor_rank: within the tensor-parallel group.
             pipeline_rank: pipeline stage.
             early_loads: see `Settings`.
+            pool_wait_seconds: likewise.
         """
         # Without reports, leases would end when loads are reported, not when their bytes are there.
         self._early_loads = early_loads and REPORTS
@@ -80,6 +85,10 @@ class WorkerSide:
         self._writes = engine.writes(tensor_rank)
         self._info = WorkerInfo(self._rank, self._shard, 0, "", refusal="no KV cache registered")
         self._copier: Copier | None = None
+        self._pool_wait_seconds = pool_wait_seconds
+        # On a GPU: pins memory, at this half's convenience, and waits for it at the start.
+        self._pins: SlabPins | None = None
+        self._pool_wait: PoolWait | None = None
         self._committer: Committer | None = None
         self._block_bytes = 0
         # Steps are computed by this machine's processors.
@@ -127,6 +136,8 @@ class WorkerSide:
         self._info = WorkerInfo(
             self._rank, self._shard, shard_bytes, geometry.layout, device_uuid=uuid
         )
+        if self._pool_wait is not None:
+            self._pool_wait.ask()
 
     def _make_copier(self, geometry: Geometry, tensor: Any) -> str:
         """Make the copier for where the KV cache is; return its GPU's UUID."""
@@ -137,7 +148,13 @@ class WorkerSide:
             return ""
         from kvstore.connectors.vllm.cuda import make_copier
 
-        self._copier, uuid = make_copier(geometry, attachment, self._shard, group_blocks, tensor)
+        self._copier, uuid, pins = make_copier(
+            geometry, attachment, self._shard, group_blocks, tensor
+        )
+        self._pins = pins
+        shards = self._engine.shards if self._engine.pipeline_parallel == 1 else 0
+        shard_bytes = [geometry.block_bytes * group_blocks] * shards
+        self._pool_wait = PoolWait(attachment, shard_bytes, pins, self._pool_wait_seconds)
         return uuid
 
     def _refuse(self, why: str) -> None:
@@ -147,22 +164,16 @@ class WorkerSide:
     def introduce(self) -> WorkerInfo:
         """Return what the scheduler's half must know.
 
-        Waits a moment to be attached, and on a GPU for memory to be pinned: the engine is about to
-        serve, and its first requests are to load as fast as later ones.
+        Waits a moment to be attached, and on a GPU for memory to be made and pinned: the engine is
+        about to serve, and its first requests are to be as fast as later ones.
         """
         info = self._info
         if not info.refusal:
-            attachment = self._client.attachment
-            if attachment.wait_active(_ATTACH_SECONDS) and info.device_uuid:
-                self._wait_for_pins()
+            self._client.attachment.wait_active(_ATTACH_SECONDS)
+            if self._pool_wait is not None:
+                self._pool_wait.wait()
             self._notice()
         return replace(info)
-
-    def _wait_for_pins(self) -> None:
-        began = time.monotonic()
-        if not self._client.attachment.wait_filled(_PIN_SECONDS):
-            log_once(logging.WARNING, "memory is still being pinned: the first loads are slower")
-        log_once(logging.INFO, "waited %.1f s for pinned memory", time.monotonic() - began)
 
     def _notice(self) -> bool:
         """Take note of this process's attachment; return whether it is another one."""
@@ -178,6 +189,16 @@ class WorkerSide:
 
     def prepare(self, meta: StepMeta) -> None:
         """Before anything of this step writes to the KV cache. Idempotent."""
+        if self._pins is not None:
+            self._pins.step(under_way=True)
+        with self._undisturbed():
+            self._prepare(meta)
+
+    def _undisturbed(self) -> AbstractContextManager[None]:
+        """Keep memory from being pinned meanwhile: submitting copies would wait for that."""
+        return contextlib.nullcontext() if self._pins is None else self._pins.submitting()
+
+    def _prepare(self, meta: StepMeta) -> None:
         self._meta = meta
         if meta.step <= self._prepared:
             return
@@ -200,8 +221,9 @@ class WorkerSide:
         if meta is None or meta.step <= self._loaded:
             return
         self._loaded = meta.step
-        for load in meta.loads:
-            self._load(load, idle=meta.idle)
+        with self._undisturbed():
+            for load in meta.loads:
+                self._load(load, idle=meta.idle)
 
     def _load(self, load: Load, *, idle: bool) -> None:
         timer = LoadTimer(self.stats, begin_load(load))
@@ -239,11 +261,19 @@ class WorkerSide:
 
     def finish(self) -> set[str]:
         """After the forward pass: start the step's stores; return requests whose load is over."""
+        try:
+            return self._finish()
+        finally:
+            if self._pins is not None:
+                self._pins.step(under_way=False)
+
+    def _finish(self) -> set[str]:
         meta = self._meta
         if meta is not None and meta.step > self._submitted:
             self._submitted = meta.step
             try:
-                self._begin_stores(meta)
+                with self._undisturbed():
+                    self._begin_stores(meta)
             finally:
                 # Whatever was wrong with those: what this step computed is passed on next.
                 self._settle(meta)

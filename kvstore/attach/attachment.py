@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 from kvstore.address import machine_id
@@ -276,14 +276,19 @@ class Attachment(Calls):
             if current is not None and pins is not None:
                 current.slabs.pin_with(pins)
 
-    def wait_filled(self, timeout_s: float) -> bool:
+    def wait_filled(self, timeout_s: float, groups: Collection[int] = ()) -> bool:
         """Wait until the slabs announced so far are pinned, or their page tables filled.
+
+        Args:
+            timeout_s: at most.
+            groups: slab groups that must have been announced; unless memory is pinned, those beyond
+                the first few GiB are not filled before they are used.
 
         Returns:
             True then; False when the time is up, or there is no attachment.
         """
         current = self._current
-        return current is not None and current.slabs.wait_filled(timeout_s)
+        return current is not None and current.slabs.wait_filled(timeout_s, groups)
 
     @property
     def unfilled(self) -> int:

@@ -81,6 +81,14 @@ class Calls(ABC):
             raise AttachmentLost("the slots were granted to an attachment that ended")
         return Held(current.slabs, slots)
 
+    def make_room(self, shard_bytes: Sequence[int]) -> Future[pb.MakeRoomResponse]:
+        """Have the daemon make its host pool's memory for such blocks; see `Client.make_room`.
+
+        Needs no attachment: the daemon may begin while this process attaches.
+        """
+        request = pb.MakeRoomRequest(shard_bytes=shard_bytes)
+        return self._link.submit("MakeRoom", request, self._timeout_s, lambda answer: answer)
+
     def acquire(
         self,
         space: SpaceHandle,

@@ -42,6 +42,9 @@ class Pins(Protocol):
     def range_bytes(self) -> int:
         """How much to pin in one call, about."""
 
+    def threads(self) -> int:
+        """Return how many threads may pin now. Must not wait."""
+
     def use_device(self) -> None:
         """Make the GPU the calling thread's device. Must not raise.
 
@@ -49,10 +52,16 @@ class Pins(Protocol):
         memory, and takes memory there for a context that nobody needs.
         """
 
-    def pin(self, address: int, length: int) -> bool:
-        """Pin a range, and rest if somebody needs the GPU; return whether it is pinned.
+    def pin(self, address: int, length: int, step: int) -> int:
+        """Pin a range, and rest if somebody needs the GPU. Must not raise.
 
-        Must not raise.
+        Args:
+            address: of the range.
+            length: bytes, about `range_bytes` when the caller asked.
+            step: should that be too much by now, a multiple of this many bytes is pinned.
+
+        Returns:
+            Bytes that are pinned, from `address` on; 0: they cannot be.
         """
 
     def unpin(self, address: int) -> None:
@@ -95,24 +104,30 @@ class MappedSlab:
         whole = PAGE_BYTES // math.gcd(PAGE_BYTES, self.slot_bytes)
         return max(1, _PIN_BYTES // (whole * self.slot_bytes)) * whole
 
-    def pin(self, pins: Pins, pinned: Callable[[], None] = lambda: None) -> None:
-        """Pin its slots, unless it is pinned already or on a device.
+    def pin(
+        self, pins: Pins, filling: Callable[[Callable[[], object]], object] = lambda fill: fill()
+    ) -> bool:
+        """Pin its next slots; return whether there are more to pin.
 
         Args:
             pins: pins them.
-            pinned: called after each range.
+            filling: calls what fills their page tables, which raises OSError without memory for them.
         """
-        step = self.pin_slots
+        step = self.pin_slots * self.slot_bytes
         with self._pinning:
-            while not self.device_uuid and self.pinned_slots < self.slots:
-                steps = max(1, pins.range_bytes // (step * self.slot_bytes))
-                count = min(steps * step, self.slots - self.pinned_slots)
-                address = self.data_address + self.pinned_slots * self.slot_bytes
-                if not pins.pin(address, count * self.slot_bytes):
-                    return
+            left = (self.slots - self.pinned_slots) * self.slot_bytes
+            if self.device_uuid or not left:
+                return False
+            length = min(max(1, pins.range_bytes // step) * step, left)
+            address = self.data_address + self.pinned_slots * self.slot_bytes
+            # First: who pins holds up the GPU, who fills page tables does not.
+            start = address - self.mapping.address
+            filling(lambda: self.mapping.fault_in(start, length))
+            done = pins.pin(address, length, step)
+            if done:
                 self._pinned.append((pins, address))
-                self.pinned_slots += count
-                pinned()
+                self.pinned_slots += done // self.slot_bytes
+            return 0 < done < left
 
     def close(self) -> bool:
         """Unpin and unmap; return False when views keep it mapped."""

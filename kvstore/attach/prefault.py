@@ -8,6 +8,10 @@ That is worth nothing to whoever copies nothing, and costs more than it saves wh
 compute: a thread of an engine that loses its processor for a few milliseconds makes all the others
 wait for it. So `Rest` says when to work, and work is done in small pieces: between them a
 slab may be unmapped, and who begins to compute waits for nobody.
+
+Where filling means pinning for a GPU, whoever pins knows what that costs: it rests by itself, and says
+how many threads may work (`pace`). That number may fall while they work: those that are too
+many end the piece that they have begun, and begin no other one.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from kvstore.units import GIB
@@ -68,12 +72,12 @@ class Rest:
                     return
 
 
-class Prefaulter:
-    """A thread that fills slabs one by one; several where somebody waits for them.
+def _one() -> int:
+    return 1
 
-    Attributes:
-        threads: at most so many.
-    """
+
+class Prefaulter:
+    """A thread that fills slabs one by one; several where somebody waits for them."""
 
     def __init__(self, fill: Callable[[int, int, int], int], rest: Rest | None = None) -> None:
         """Start nothing yet.
@@ -93,7 +97,20 @@ class Prefaulter:
         self._running = 0
         self._changed = threading.Condition()
         self._open = 0
-        self.threads = 1
+        # Threads that are at a piece, of so many that may be.
+        self._working = 0
+        self._threads: Callable[[], int] = _one
+        self._duty = _DUTY
+
+    def pace(self, threads: Callable[[], int]) -> None:
+        """Let filling rest by itself from now on.
+
+        Args:
+            threads: asked before each piece: how many threads may work. Must not wait.
+        """
+        with self._changed:
+            self._threads, self._duty = threads, 1.0
+            self._changed.notify_all()
 
     def announced(self, group: int, shard: int, length: int) -> None:
         """Fill a new slab unless much is filled already. The caller serialises calls."""
@@ -104,19 +121,21 @@ class Prefaulter:
         """Fill a slab that a copy needs. The caller serialises calls."""
         if (group, shard) in self._seen or self._ended:
             return
-        self._seen.add((group, shard))
         self._bytes += length
         with self._changed:
+            self._seen.add((group, shard))
             self._open += 1
+            self._changed.notify_all()
         self._waiting.put((group, shard))
-        if self._running < min(self.threads, len(self._seen)):
+        if self._running < min(self._threads(), len(self._seen)):
             self._running += 1
             threading.Thread(target=self._run, name="kvstore-prefault", daemon=True).start()
 
     def again(self, group: int, shard: int, length: int) -> None:
         """Fill a slab, also one that was filled before. The caller serialises calls."""
         if (group, shard) in self._seen:
-            self._seen.discard((group, shard))
+            with self._changed:
+                self._seen.discard((group, shard))
             self._bytes -= length
         self.used(group, shard, length)
 
@@ -129,10 +148,20 @@ class Prefaulter:
             self._waiting.put(None)
         self._rest.wake()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is left to fill; return whether that is so. Any thread."""
+    def wait(self, timeout_s: float, groups: Collection[int] = ()) -> bool:
+        """Wait until nothing is left to fill; return whether that is so. Any thread.
+
+        Args:
+            timeout_s: at most.
+            groups: of which slabs must have been there to be filled.
+        """
+        wanted = set(groups)
+
+        def filled() -> bool:
+            return not self._open and wanted <= {group for group, _ in self._seen}
+
         with self._changed:
-            return self._changed.wait_for(lambda: self._ended or not self._open, timeout_s)
+            return self._changed.wait_for(lambda: self._ended or filled(), timeout_s)
 
     def _run(self) -> None:
         while (place := self._waiting.get()) is not None and not self._ended:
@@ -146,10 +175,25 @@ class Prefaulter:
         at = 0
         while True:
             self._rest.wait(lambda: self._ended)
-            if self._ended:
+            if not self._begin():
                 return
             began = time.monotonic()
-            at = self._fill(group, shard, at)
+            try:
+                at = self._fill(group, shard, at)
+            finally:
+                self._end()
             if not at:
                 return
-            time.sleep((time.monotonic() - began) * (1 / _DUTY - 1))
+            time.sleep((time.monotonic() - began) * (1 / self._duty - 1))
+
+    def _begin(self) -> bool:
+        """Wait until one more thread may work; return False when nothing is to be done any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._working < self._threads())
+            self._working += not self._ended
+            return not self._ended
+
+    def _end(self) -> None:
+        with self._changed:
+            self._working -= 1
+            self._changed.notify_all()

@@ -21,7 +21,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 import numpy as np
@@ -42,8 +42,6 @@ _log: Final = logging.getLogger(__name__)
 
 # Announcements travel on another stream than grants and leases and may come a little later.
 ANNOUNCEMENT_SECONDS: Final = 1.0
-# An engine that starts beside a daemon with a full pool is asked for it seconds later.
-_PINNING_THREADS: Final = 4
 # Of page tables filled at once: half a millisecond, in which nobody can map or unmap anything.
 _FILL_BYTES: Final = 2 * MIB
 
@@ -111,13 +109,13 @@ class SlabTable:
         """Pin all slabs, those announced already too, in the background."""
         with self._changed:
             self._pins = pins
-            self._prefaulter.threads = _PINNING_THREADS
+            self._prefaulter.pace(pins.threads)
             for (group, shard), slab in self._announced.items():
                 self._prefaulter.again(group, shard, slab.length)
 
-    def wait_filled(self, timeout_s: float) -> bool:
-        """Wait until what is announced is filled, or pinned; return whether that is so."""
-        return self._prefaulter.wait(timeout_s)
+    def wait_filled(self, timeout_s: float, groups: Collection[int] = ()) -> bool:
+        """Wait until these groups are announced, and all that are filled, or pinned; return whether."""
+        return self._prefaulter.wait(timeout_s, groups)
 
     def retire(self, groups: Iterable[int]) -> None:
         """Let no new copy begin on these groups; unmap and acknowledge each when it is idle."""
@@ -292,7 +290,8 @@ class SlabTable:
             start: offset of the piece.
 
         Returns:
-            Where the next piece begins; 0 when this was the last, or the slab is gone.
+            Where the next piece begins, or that there is one; 0 when this was the last, or the slab
+            is gone.
         """
         pins, after = self._pins, 0
         try:
@@ -304,10 +303,9 @@ class SlabTable:
                 pins.use_device()
             slab = self.slab(group, shard)
             if pins is not None:
-                if not slab.device_uuid:
-                    # First: who pins holds up the GPU, who fills page tables does not.
-                    self._note_unfilled(slab.mapping.populate)
-                slab.pin(pins, self._pinned_some)
+                # The offset itself does not matter: a slab knows what of it is pinned.
+                after = int(slab.pin(pins, self._note_unfilled))
+                self._pinned_some()
             elif not slab.device_uuid:
                 length = min(_FILL_BYTES, slab.mapping.length - start)
                 if self._note_unfilled(lambda: slab.mapping.fault_in(start, length)):

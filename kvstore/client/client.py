@@ -17,7 +17,7 @@ from kvstore.flows import milliseconds
 from kvstore.handle import SpaceHandle
 from kvstore.link import Link
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.space import SpaceSpec
+from kvstore.space import BlockShape, SpaceSpec
 from kvstore.syncpoint import arm_from_environment
 from kvstore.wire import PROTOCOL_VERSION, spec_to_message, tier_value
 
@@ -121,6 +121,25 @@ class Client:
         """Open a space in its current epoch; the daemon registers it if it is new."""
         request = pb.OpenSpaceRequest(spec=spec_to_message(spec))
         return Space(self, spec, self.link.call("OpenSpace", request, self.timeout_s))
+
+    def make_room(self, shard_bytes: Sequence[int]) -> pb.MakeRoomResponse:
+        """Have the daemon make its host pool's memory now, in the background.
+
+        For whoever must prepare that memory before it is used. Nothing is evicted for it.
+
+        Args:
+            shard_bytes: of the blocks to come, as in `SpaceSpec`.
+
+        Returns:
+            `made_bytes` there are by now; more are on their way while `expected_bytes` is above.
+
+        Raises:
+            InvalidRequest: the host pool can hold no such block.
+        """
+        BlockShape.of(shard_bytes)
+        request = pb.MakeRoomRequest(shard_bytes=shard_bytes)
+        answer: pb.MakeRoomResponse = self.link.call("MakeRoom", request, self.timeout_s)
+        return answer
 
     def report_usage(
         self,

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.engine.recorder import Recorder
-    from kvstore.space import SpaceSpec
+    from kvstore.engine.room import Made
+    from kvstore.space import BlockShape, SpaceSpec
 
 __all__ = ["Engine"]
 
@@ -54,12 +55,7 @@ class Engine(Assembly):
         """
         space_id = spec.fingerprint
         space = self.index.spaces.get(space_id)
-        capacity = self.host.capacity_bytes
-        if spec.shape.block_bytes > capacity:
-            raise InvalidRequest(
-                "shard_bytes",
-                f"a block takes {spec.shape.block_bytes} bytes, the host pool has {capacity}",
-            )
+        self._check_fits(spec.shape)
         if space is None:
             record = await self._store_thread.run(self.store.put_space, spec)
             # Another call may have been faster while this one waited.
@@ -68,9 +64,27 @@ class Engine(Assembly):
                 space = self.index.spaces[space_id] = SpaceIndex(space_id, spec, record.epoch)
                 self.limits.adopt(space)
         # The first prompts come soon, and faster than memory is taken from the system.
+        capacity = self.host.capacity_bytes
         begin = min(capacity // _FIRST_PART // space.shape.block_bytes, space.host_quota)
         self.host.want(space.shape, max(1, begin))
         return space
+
+    def make_room(self, shape: BlockShape) -> Made:
+        """Have the host pool's memory made for blocks of a shape; see `HostRoom.make`.
+
+        Raises:
+            InvalidRequest: no block of this size fits the host pool.
+        """
+        self._check_fits(shape)
+        return self.room.make(shape)
+
+    def _check_fits(self, shape: BlockShape) -> None:
+        capacity = self.host.capacity_bytes
+        if shape.block_bytes > capacity:
+            raise InvalidRequest(
+                "shard_bytes",
+                f"a block takes {shape.block_bytes} bytes, the host pool has {capacity}",
+            )
 
     def space(self, space_id: bytes, epoch: int) -> SpaceIndex:
         """Return an open space.

@@ -9,12 +9,17 @@ nothing of its own to evict takes the coldest group there is.
 Groups in question are found by a look at all blocks, from time to time and in steps. Blocks only
 ever become hotter, so what the look found is a lower bound until the next one: a group that comes
 first is looked at again when its turn comes.
+
+Groups that hold nothing are the coldest there are. A shape whose memory is made ahead of need gets
+such groups at once (`share`), but not more than its equal part: the others' memory was made for
+somebody who may be about to need it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from kvstore.index import Flush, Pressure
@@ -112,6 +117,37 @@ class Reclaimer:
                 continue
             if not self._look(shape, urgent=colder_than is None):
                 return
+
+    def share(self, shape: BlockShape) -> None:
+        """Give up empty groups of shapes that have more than their equal part of the pool.
+
+        Args:
+            shape: gets what they lose, up to its own part.
+        """
+        host, groups = self._host, self._host.groups()
+        taken: Counter[BlockShape] = Counter()
+        for group in groups:
+            taken[group.shape] += group.capacity_bytes
+        part = host.capacity_bytes // len({*taken, shape})
+        coming = self._retirement.coming()
+        arriving = host.arriving_blocks(shape) * shape.block_bytes
+        has = taken[shape] + arriving + host.untaken_bytes + sum(coming)
+        slow, left = self._retirement.slow(), _MOST_AT_ONCE - len(coming)
+        # Groups are filled in the order in which they were made.
+        for group in reversed(groups):
+            bytes_ = group.capacity_bytes
+            if left <= 0 or has + bytes_ > part:
+                return
+            if (
+                group.shape != shape
+                and taken[group.shape] - bytes_ >= part
+                and not host.slots_in_use(group.group)
+                and not self._retirement.maps(group.group, slow)
+            ):
+                self._retirement.begin(group.group)
+                taken[group.shape] -= bytes_
+                has += bytes_
+                left -= 1
 
     def _give_up_coldest(self, shape: BlockShape, colder_than: int | None) -> bool:
         in_service = {g.group: g.shape for g in self._host.groups()}

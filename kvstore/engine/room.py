@@ -3,13 +3,15 @@
 Slots come, in this order, from free slots, from memory that the pool has not taken yet (in the
 background), and from what is coldest: slab groups of other shapes (`reclaimer`), or blocks of the
 same shape. Copies that are also on disk are dropped ahead of need, between watermarks; a
-last copy leaves only for a block that needs its slot. Before that, a space with a quota makes room
+last copy leaves only for a block that needs its slot. Whoever must prepare memory before it is
+used has it made ahead of need (`make`), as far as nobody else has it. Before that, a space with a quota makes room
 for its blocks among its own (`admit`).
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvstore.engine.reclaimer import Reclaimer
@@ -29,10 +31,25 @@ if TYPE_CHECKING:
     from kvstore.tiers.base import Slot
     from kvstore.tiers.host import HostTier
 
-__all__ = ["HostRoom", "Signal"]
+__all__ = ["HostRoom", "Made", "Signal"]
 
 # Blocks of one space that make room for others of it in one go: a few milliseconds.
 _OWN_AT_ONCE: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Memory of one shape.
+
+    Attributes:
+        made_bytes: of slots that there are.
+        expected_bytes: what that will be when nothing is on its way any more, as far as is known.
+        groups: slab groups that they lie in.
+    """
+
+    made_bytes: int
+    expected_bytes: int
+    groups: tuple[int, ...]
 
 
 class HostRoom:
@@ -113,11 +130,28 @@ class HostRoom:
                 self._reclaimer.reclaim(shape, missing, None)
         total = sum(g.slots for g in host.groups() if g.shape == shape)
         # Taking memory from the system is slower than filling it: stay half the pool ahead.
-        host.want(shape, max(2 * count, total // 2))
+        host.want(shape, max(2 * count, total // 2), urgent=len(slots) < count)
         if older_than is None:
             # Otherwise what is prefetched would push out itself, a little at a time.
             self._schedule_ahead(shape)
         return slots
+
+    def make(self, shape: BlockShape) -> Made:
+        """Have memory made that no other shape has, in the background; say how far that is.
+
+        Nothing is evicted: of other shapes only empty groups go, as far as they are more than an
+        equal part of the pool.
+        """
+        host = self._host
+        if not self.closed:
+            host.want(shape, host.capacity_bytes // shape.block_bytes)
+            self._reclaimer.share(shape)
+        mine = [group for group in host.groups() if group.shape == shape]
+        made = sum(group.capacity_bytes for group in mine)
+        coming = host.coming_blocks(shape) + self._reclaimer.coming_blocks(shape)
+        if self.closed:
+            coming = 0
+        return Made(made, made + coming * shape.block_bytes, tuple(g.group for g in mine))
 
     def admit(self, space: SpaceIndex, count: int, older_than: int | None = None) -> int:
         """Return how many more blocks a space's quota allows, making room among its own blocks.

@@ -18,6 +18,7 @@ from kvstore.server.attach_stream import AttachStream
 from kvstore.server.byte_streams import ByteStreams
 from kvstore.server.explain import explanation_message
 from kvstore.server.packing import pack_generation_slots
+from kvstore.space import BlockShape
 from kvstore.tiers.base import Slot, TierName
 from kvstore.wire import (
     ALL_SHARDS,
@@ -149,6 +150,14 @@ class KVStoreService(rpc.KVStoreServicer):
             key_bytes=space.spec.key_bytes,
             block_bytes=space.spec.block_bytes,
             slot_bytes=space.shape.slot_bytes,
+        )
+
+    @answering
+    async def MakeRoom(self, request: pb.MakeRoomRequest, context: Context) -> pb.MakeRoomResponse:
+        """Have memory made ahead of need."""
+        made = self.engine.make_room(BlockShape.of(request.shard_bytes))
+        return pb.MakeRoomResponse(
+            made_bytes=made.made_bytes, expected_bytes=made.expected_bytes, groups=made.groups
         )
 
     @answering

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
@@ -371,8 +371,11 @@ class FakeAttachment:
             time.sleep(0.001)
         return self.alive
 
-    def wait_filled(self, timeout_s: float) -> bool:
+    def wait_filled(self, timeout_s: float, groups: Collection[int] = ()) -> bool:
         return self.alive
+
+    def make_room(self, shard_bytes: Sequence[int]) -> Future[Any]:
+        return _failed(ServerUnavailable("fake daemon makes no room"))
 
     def wait_run(self, boot_id: bytes, timeout_s: float) -> bool:
         end = time.monotonic() + timeout_s

@@ -57,21 +57,6 @@ def test_a_slab_that_cannot_be_pinned_is_used_unpinned_and_counted(
     assert world.pins.failed == failures["pin"] == min(failing, 2)
 
 
-def test_ranges_are_large_until_the_engine_serves_and_then_small_with_rests() -> None:
-    runtime, rests = Runtime(), list[float]()
-    pins = SlabPins(runtime, 3, rests.append)
-    memory = np.zeros(2 * SLOT, np.uint8)
-    address = int(memory.ctypes.data)
-    before = pins.range_bytes
-    assert pins.pin(address, SLOT)
-    assert not rests
-    pins.serving()
-    assert pins.range_bytes < before
-    assert pins.pin(address + SLOT, SLOT)
-    assert len(rests) == 1
-    assert pins.pinned_bytes == 2 * SLOT
-
-
 def test_many_slabs_are_pinned_once_each_although_several_threads_pin(world: World) -> None:
     for group in range(1, 17):
         world.host(group)
@@ -89,9 +74,9 @@ def test_who_waits_for_pins_stops_when_the_attachment_ends(world: World) -> None
     free, gone = threading.Event(), list[bool]()
     pin = world.pins.pin
 
-    def held_up(address: int, length: int) -> bool:
+    def held_up(address: int, length: int, step: int) -> int:
         free.wait(60.0)
-        return pin(address, length)
+        return pin(address, length, step)
 
     world.pins.pin = held_up  # type: ignore[method-assign]
     world.table.pin_with(world.pins)

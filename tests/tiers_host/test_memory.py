@@ -229,6 +229,30 @@ def test_populate_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch, kernel: s
     mapping.close()
 
 
+def test_populating_gently_gives_way_and_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapping = _mapping(70 * MIB)
+    populate, nice = Mapping._populate, dict[int, int]()
+    lengths = list[int]()
+
+    def watched(self: Mapping, start: int, length: int, reserved: bool) -> int:
+        me = threading.get_native_id()
+        nice[me] = os.getpriority(os.PRIO_PROCESS, me)
+        lengths.append(length)
+        return populate(self, start, length, reserved)
+
+    monkeypatch.setattr(Mapping, "_populate", watched)
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert mapping.populate(3, gentle=True)
+    assert sum(lengths) == mapping.length
+    assert all(value >= max(before, 10) for value in nice.values())
+    # Whoever called has other things to do.
+    assert threading.get_native_id() not in nice
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+    mapping.close()
+    with pytest.raises(ValueError, match="closed"):
+        mapping.populate(2, gentle=True)
+
+
 def test_populate_reports_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:
     mapping = _mapping(1 * MIB)
     # EFAULT is where touching the page would be SIGBUS: the file system is full.

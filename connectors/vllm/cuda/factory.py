@@ -18,7 +18,7 @@ _CHUNK_SHARE: Final = 2048
 
 def make_copier(
     geometry: Geometry, attachment: Attachment, shard: int, group_blocks: int, tensor: Any
-) -> tuple[CudaCopier, str]:
+) -> tuple[CudaCopier, str, SlabPins]:
     """Make the copier for a KV cache, and have this rank's slabs pinned from now on.
 
     Args:
@@ -29,7 +29,7 @@ def make_copier(
         tensor: of the KV cache.
 
     Returns:
-        The copier, and the UUID of its device.
+        The copier, the UUID of its device, and who pins slabs for that.
 
     Raises:
         CudaError: there is no usable CUDA runtime, or no memory.
@@ -69,4 +69,4 @@ def make_copier(
             chunk_bytes=chunk_bytes,
         )
     attachment.use_devices([uuid], pins)
-    return copier, uuid
+    return copier, uuid, pins

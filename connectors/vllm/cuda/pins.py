@@ -1,18 +1,30 @@
 """Pins slabs for one GPU, range by range.
 
-While the engine starts nobody waits for the GPU, and the first requests need pinned slabs: ranges are
-large (each call costs two turns of Python's lock, which a busy engine gives away every 5 ms) and several
-threads pin at once. Once it serves, everybody who launches work waits while a range is being
-pinned (11 ms for 256 MiB): one thread pins, and rests as long. That must still be faster than an
-engine fills a new pool (5 GB/s), or its blocks go through a small buffer, or are not stored.
+While a range is being pinned the driver holds a lock that everybody needs who launches work on the GPU.
+How long that is, is not in our hands: 12 ms for 256 MiB as a rule, and more than 100 on a machine whose
+kernel is busy making memory. So:
+
+* While the engine starts nobody waits for the GPU, and the first requests need pinned slabs: ranges are
+  large (each call costs two turns of Python's lock, which a busy engine gives away every 5 ms) and several
+  threads pin at once. The engine says that it is ready when that is over, or when it has waited long
+  enough; no large range is under way then (`settled`).
+* Once it serves, one thread pins, in ranges that take a few milliseconds: smaller ones when they take
+  longer. After each it rests twice as long as the call took, however long that was, so that
+  whoever launches all the time loses a third of the time at worst; launches run ahead of the GPU,
+  so usually that is not seen at all. Longer rests would be dearer: at 64 MiB in 3 ms this is 7 GB/s, and
+  an engine fills a new pool with 5; what is not pinned by then goes through a small buffer, or
+  is not stored. When the last step has been over for a second the engine is idle, and there is nothing
+  to rest for. (A step that is under way may itself wait for the driver: it is no sign of idleness.)
+* No range is begun while the engine's own thread submits copies.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 from kvstore.connectors.vllm.guard import failures, log_once
@@ -20,11 +32,16 @@ from kvstore.cudart import CudaError
 
 __all__ = ["SlabPins"]
 
-# While the engine starts, and once it serves.
+# An engine that starts beside a daemon with a full pool is asked for it seconds later.
+_STARTING_THREADS: Final = 4
 _STARTING_BYTES: Final = 1 << 30
-_SERVING_BYTES: Final = 256 << 20
-# Of waiting for Python's lock nobody else has anything to rest from.
-_BYTES_PER_SECOND: Final = 20e9
+_SERVING_BYTES: Final = 64 << 20
+# A call of a range that takes longer than this is followed by smaller ones.
+_LONG_SECONDS: Final = 0.01
+# Rests, in times of what the call took.
+_REST: Final = 2.0
+# Whose last step has been over so long is idle.
+_IDLE_SECONDS: Final = 1.0
 
 
 class _Runtime(Protocol):
@@ -48,7 +65,11 @@ class SlabPins:
     """
 
     def __init__(
-        self, cuda: _Runtime, device: int, pause: Callable[[float], None] = time.sleep
+        self,
+        cuda: _Runtime,
+        device: int,
+        pause: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Pin nothing yet.
 
@@ -56,31 +77,90 @@ class SlabPins:
             cuda: the runtime.
             device: to pin for.
             pause: waits some seconds.
+            clock: seconds.
         """
         self._cuda = cuda
         self._device = device
         self._pause = pause
-        self._guard = threading.Lock()
+        self._clock = clock
+        self._changed = threading.Condition()
         self._serving = False
+        # Ranges under way that were begun while the engine started.
+        self._large = 0
+        # Calls of the engine's thread that are submitting copies.
+        self._submitting = 0
+        self._stepping = False
+        self._used_at = clock()
+        # Held while a range is pinned and rested from.
         self._turn = threading.Lock()
         self._lengths: dict[int, int] = {}
         self.range_bytes = _STARTING_BYTES
         self.pinned_bytes = 0
         self.failed = 0
 
-    def serving(self) -> None:
-        """From now on somebody waits for the GPU."""
-        self._serving, self.range_bytes = True, _SERVING_BYTES
+    def threads(self) -> int:
+        """Return how many threads may pin now."""
+        return 1 if self._serving else _STARTING_THREADS
 
-    def pin(self, address: int, length: int) -> bool:
-        """Pin a range of a slab, then rest if the engine serves; return whether it is pinned."""
+    def serving(self) -> None:
+        """From now on somebody waits for the GPU. Idempotent; never waits."""
+        self._used_at = self._clock()
         if not self._serving:
-            return self._register(address, length)
+            with self._changed:
+                self._serving, self.range_bytes = True, _SERVING_BYTES
+
+    def settled(self, timeout_s: float) -> bool:
+        """Wait until no range is under way that was begun before `serving`; return whether so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._large, timeout_s)
+
+    def step(self, *, under_way: bool) -> None:
+        """Say that the engine begins a step, or has ended it. Never waits."""
+        self._used_at = self._clock()
+        self._stepping = under_way
+
+    @contextlib.contextmanager
+    def submitting(self) -> Iterator[None]:
+        """Let no range begin while the engine's thread is in here. It never waits."""
+        with self._changed:
+            self._submitting += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._submitting -= 1
+                self._changed.notify_all()
+
+    def pin(self, address: int, length: int, step: int) -> int:
+        """Pin a range of a slab, then rest if the engine serves; return how much is pinned."""
+        with self._changed:
+            starting = not self._serving
+            self._large += starting
+        if starting:
+            try:
+                return self._register(address, length)
+            finally:
+                with self._changed:
+                    self._large -= 1
+                    self._changed.notify_all()
         with self._turn:
-            began = time.monotonic()
+            with self._changed:
+                self._changed.wait_for(lambda: not self._submitting)
+            # It may have been asked for while the engine started.
+            length = min(length, max(1, self.range_bytes // step) * step)
+            began = self._clock()
             pinned = self._register(address, length)
-            self._pause(min(time.monotonic() - began, length / _BYTES_PER_SECOND))
+            took = self._clock() - began
+            self._adapt(took, step)
+            if self._stepping or began - self._used_at < _IDLE_SECONDS:
+                self._pause(_REST * took)
             return pinned
+
+    def _adapt(self, took: float, step: int) -> None:
+        if took > _LONG_SECONDS:
+            self.range_bytes = max(step, self.range_bytes // 2)
+        elif took < _LONG_SECONDS / 4:
+            self.range_bytes = min(_SERVING_BYTES, 2 * self.range_bytes)
 
     def use_device(self) -> None:
         """Let the calling thread work for the GPU, also while the engine captures a graph."""
@@ -94,7 +174,7 @@ class SlabPins:
         self._cuda.set_device(self._device)
         self._cuda.relax_capture()
 
-    def _register(self, address: int, length: int) -> bool:
+    def _register(self, address: int, length: int) -> int:
         try:
             self._enter()
             self._cuda.host_register(address, length)
@@ -107,15 +187,15 @@ class SlabPins:
                 " limit of locked memory (ulimit -l) may be too low",
                 error,
             )
-            return False
-        with self._guard:
+            return 0
+        with self._changed:
             self._lengths[address] = length
             self.pinned_bytes += length
-        return True
+        return length
 
     def unpin(self, address: int) -> None:
         """Unpin a range of a slab that is about to be unmapped."""
-        with self._guard:
+        with self._changed:
             self.pinned_bytes -= self._lengths.pop(address, 0)
         try:
             self._enter()

@@ -27,7 +27,7 @@ def cuda_kit(device: int) -> Kit:
     from kvstore.connectors.vllm.cuda import make_copier
 
     def copier_of(geometry: Any, attachment: Any, group_blocks: int, tensor: Any) -> Copier:
-        copier, _ = make_copier(geometry, attachment, 0, group_blocks, tensor)
+        copier, _, _ = make_copier(geometry, attachment, 0, group_blocks, tensor)
         return copier
 
     @contextlib.contextmanager

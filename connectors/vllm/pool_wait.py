@@ -1,0 +1,132 @@
+"""Memory that is there before an engine on a GPU serves.
+
+Making shared memory and pinning it for a GPU disturb an engine: both keep kernel and driver busy, and
+every launch waits while a range is being pinned. So neither is done while prompts are computed, as far
+as that can be helped:
+
+1. When the KV cache is registered the worker knows what a stored block looks like, and asks the daemon
+   for memory of that shape (`MakeRoom`). The engine has 10 to 30 s of other things to do then. The
+   space is opened much later, by the scheduler's half; its blocks find the memory made.
+2. Slabs are pinned as they are announced, several at once.
+3. The engine asks for the worker's handshake when it is about to serve. `wait` comes back when all is
+   made, announced and pinned, or when its time is up. What is left then is pinned slowly (`cuda.pins`),
+   and made by a daemon that gives way.
+
+All workers ask for the same; it is made once. Whatever fails costs time at worst: a daemon that is not
+there, or goes away meanwhile, is not waited for, and a pool that gets no memory is taken as it is. The
+stages of a pipeline hold different numbers of layers, and none knows the others': those do not ask.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from kvstore.connectors.vllm.guard import log_once
+from kvstore.connectors.vllm.store import Attachment
+from kvstore.errors import InvalidRequest, KVStoreError, NotImplementedByServer
+from kvstore.units import format_bytes
+
+if TYPE_CHECKING:
+    from kvstore.connectors.vllm.cuda.pins import SlabPins
+
+__all__ = ["PoolWait"]
+
+# How often the daemon is asked how far it is.
+_ASK_AGAIN_SECONDS: Final = 0.05
+# How long announcements and pins are waited for before the daemon is asked again: groups may go.
+_LOOK_AGAIN_SECONDS: Final = 0.5
+# A range of 1 GiB that is being pinned when the time is up takes less as a rule.
+_SETTLE_SECONDS: Final = 2.0
+
+
+class PoolWait:
+    """Has memory made and pinned for one worker, and waits for it."""
+
+    def __init__(
+        self,
+        attachment: Attachment,
+        shard_bytes: Sequence[int],
+        pins: SlabPins,
+        seconds: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Ask for nothing yet.
+
+        Args:
+            attachment: of this process.
+            shard_bytes: of a stored block; empty: not known.
+            pins: pins this process's slabs.
+            seconds: how long to wait at most; 0: memory is made when it is needed.
+            clock: seconds.
+            pause: waits some seconds.
+        """
+        self._attachment = attachment
+        self._shard_bytes = tuple(shard_bytes) if seconds > 0 else ()
+        self._pins = pins
+        self._seconds = seconds
+        self._clock = clock
+        self._pause = pause
+        self._made = self._expected = 0
+
+    def ask(self) -> None:
+        """Have the daemon begin, should it be there."""
+        if self._shard_bytes:
+            self._attachment.make_room(self._shard_bytes)
+
+    def wait(self) -> None:
+        """Wait until memory is made and pinned; from then on the engine serves."""
+        began = self._clock()
+        if self._seconds > 0 and self._attachment.alive:
+            whole = self._wait(began + self._seconds)
+            self._tell(self._clock() - began, whole=whole)
+        self._pins.serving()
+        self._pins.settled(_SETTLE_SECONDS)
+
+    def _wait(self, until: float) -> bool:
+        """Return whether everything is there that can be."""
+        attachment = self._attachment
+        while attachment.alive:
+            left = max(0.0, until - self._clock())
+            groups: Sequence[int] = ()
+            known = over = True
+            if self._shard_bytes:
+                try:
+                    room = attachment.make_room(self._shard_bytes).result(left)
+                except (InvalidRequest, NotImplementedByServer) as error:
+                    # It is too small for a block, or older than this: what it has is pinned all the same.
+                    log_once(logging.DEBUG, "memory is not made ahead of need: %s", error)
+                except (KVStoreError, TimeoutError):
+                    known = False
+                else:
+                    groups, over = room.groups, self._take(room)
+            if known:
+                patience = min(left, _LOOK_AGAIN_SECONDS)
+                if attachment.wait_filled(patience, groups) and over:
+                    return True
+            if self._clock() >= until:
+                return False
+            self._pause(min(left, _ASK_AGAIN_SECONDS))
+        return False
+
+    def _take(self, room: Any) -> bool:
+        """Take in the daemon's answer; return whether nothing more is made."""
+        self._made, self._expected = room.made_bytes, room.expected_bytes
+        return self._made >= self._expected
+
+    def _tell(self, seconds: float, *, whole: bool) -> None:
+        made, pinned = format_bytes(self._made), format_bytes(self._pins.pinned_bytes)
+        text = "waited %.1f s for host memory: %s made, %s pinned by this worker"
+        if whole:
+            log_once(logging.INFO, text, seconds, made, pinned)
+        elif self._attachment.alive:
+            text += "; %s will be made: until then loads and stores are slower"
+            expected = format_bytes(self._expected)
+            log_once(logging.WARNING, text, seconds, made, pinned, expected)
+        else:
+            text += "; the daemon went away"
+            log_once(logging.WARNING, text, seconds, made, pinned)

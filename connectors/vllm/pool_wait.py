@@ -106,7 +106,8 @@ class PoolWait:
                     groups, over = room.groups, self._take(room)
             if known:
                 patience = min(left, _LOOK_AGAIN_SECONDS)
-                if attachment.wait_filled(patience, groups) and over:
+                # Of an attachment that has ended nothing is left to fill.
+                if attachment.wait_filled(patience, groups) and over and attachment.alive:
                     return True
             if self._clock() >= until:
                 return False

@@ -16,7 +16,7 @@ from unmapping_clients import unmapping
 from kvstore.engine.room import Made
 from kvstore.errors import InvalidRequest
 from kvstore.space import BlockShape
-from kvstore.tiers import host as host_module
+from kvstore.tiers import host, slab_making
 
 Make = Callable[..., World]
 
@@ -177,7 +177,7 @@ def test_memory_that_nobody_waits_for_is_made_by_threads_that_give_way(
     make_world: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gentle: list[bool] = []
-    make_slabs = host_module.make_slabs
+    make_slabs = slab_making.make_slabs
 
     def watched(*arguments: Any) -> Any:
         gentle.append(arguments[-1])
@@ -196,5 +196,5 @@ def test_memory_that_nobody_waits_for_is_made_by_threads_that_give_way(
         assert len(slots) == 2
         assert not gentle[0]
 
-    monkeypatch.setattr(host_module, "make_slabs", watched)
+    monkeypatch.setattr(host, "make_slabs", watched)
     make_world(host_blocks=128, disk_blocks=0).run(story)

@@ -1,0 +1,144 @@
+"""A worker whose KV cache is on a GPU, from its registration until it serves; the GPU is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore import Client
+from kvstore.connectors.vllm import cuda
+from kvstore.connectors.vllm.cuda.pins import SlabPins
+from kvstore.connectors.vllm.metadata import StepMeta
+from kvstore.connectors.vllm.space import EngineShape
+from kvstore.connectors.vllm.worker_side import WorkerSide
+from kvstore.units import MIB
+
+GROUP = 4
+# Bytes of an engine block, in one layer.
+BLOCK = 16 * 1024
+
+
+class OnCuda(torch.Tensor):  # type: ignore[misc]
+    """A tensor that says it is on a GPU."""
+
+    device = SimpleNamespace(type="cuda", index=0)
+
+
+class Runtime:
+    def set_device(self, device: int) -> None:
+        pass
+
+    def relax_capture(self) -> None:
+        pass
+
+    def host_register(self, address: int, length: int) -> None:
+        pass
+
+    def host_unregister(self, address: int) -> None:
+        pass
+
+
+class Pins(SlabPins):
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(Runtime(), 0)
+        self.told: list[Any] = []
+
+    def step(self, *, under_way: bool) -> None:
+        super().step(under_way=under_way)
+        self.told.append(under_way)
+
+
+class Copier:
+    """Copies nothing, and sees that no range is pinned while it is asked to."""
+
+    def __init__(self, pins: Pins) -> None:
+        self.pins = pins
+
+    def reuse(self, blocks: Any) -> None:
+        self.pins.told.append(self.pins._submitting)
+
+    def close(self) -> None:
+        pass
+
+
+def engine(ranks: int, stages: int = 1) -> EngineShape:
+    return EngineShape(
+        engine_block_tokens=16,
+        group_blocks=GROUP,
+        ranks=ranks * stages,
+        tensor_parallel=ranks,
+        pipeline_parallel=stages,
+        replicas=1,
+        model="m",
+        weights="1",
+        dtype="bfloat16",
+        hash_algorithm="sha256_cbor",
+        prefix_caching=True,
+        step_tokens=8192,
+        delayed_stores=False,
+        refusal="",
+    )
+
+
+@pytest.fixture
+def start(
+    start_daemon: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[WorkerSide, Pins, Client]]]:
+    daemon = start_daemon("--host-pool", "32MiB")
+    workers: list[WorkerSide] = []
+
+    def one(shape: EngineShape, **options: Any) -> tuple[WorkerSide, Pins, Client]:
+        pins, client = Pins(), Client(daemon.address, shards=[0])
+
+        def make_copier(geometry: Any, attachment: Any, *_: Any) -> Any:
+            attachment.use_devices(["GPU-a"], pins)
+            return Copier(pins), "GPU-a", pins
+
+        monkeypatch.setattr(cuda, "make_copier", make_copier)
+        mine: Any = client
+        worker = WorkerSide(shape, mine, tensor_rank=0, pipeline_rank=0, **options)
+        workers.append(worker)
+        cache = torch.zeros((8, BLOCK), dtype=torch.uint8).as_subclass(OnCuda)
+        worker.register({"layer": cache}, 8, "made up")
+        return worker, pins, client
+
+    yield one
+    for worker in workers:
+        worker.close()
+
+
+def allocated(client: Client) -> int:
+    return int(client.stats().tiers[0].allocated_bytes)
+
+
+def test_the_pool_is_asked_for_with_the_kv_cache_and_there_when_the_engine_serves(
+    start: Callable[..., tuple[WorkerSide, Pins, Client]], until: Callable[..., None]
+) -> None:
+    worker, pins, client = start(engine(2), pool_wait_seconds=600.0)
+    until(lambda: allocated(client) == 32 * MIB)
+    info = worker.introduce()
+    assert (info.device_uuid, info.mappable) == ("GPU-a", True)
+    assert info.shard_bytes == GROUP * BLOCK
+    assert pins.pinned_bytes == 16 * MIB  # this rank's half of each block
+    assert pins.threads() == 1
+    worker.prepare(StepMeta(1, handed_out=None))
+    worker.load()
+    worker.finish()
+    assert pins.told == [True, 1, False]
+
+
+@pytest.mark.parametrize("shape", [engine(2), engine(2, stages=2)])
+def test_who_must_not_wait_or_knows_no_shape_has_memory_made_when_it_is_needed(
+    start: Callable[..., tuple[WorkerSide, Pins, Client]], shape: EngineShape
+) -> None:
+    seconds = 0.0 if shape.pipeline_parallel == 1 else 600.0
+    worker, pins, client = start(shape, pool_wait_seconds=seconds)
+    assert worker.introduce().mappable
+    assert allocated(client) == 0
+    assert pins.threads() == 1

@@ -208,7 +208,7 @@ class HostTier(PoolSlots, Tier):
         With `keep` set the files stay.
         """
         self._open = False
-        self._owed.clear()
+        self.stop_growing()
         async with self._closing:
             await self._give_back()
 
@@ -295,6 +295,10 @@ class HostTier(PoolSlots, Tier):
         self._owed[shape] = self._owed.get(shape, 0) + missing
         if self._grower is None:
             self._grower = asyncio.get_running_loop().create_task(self._grow())
+
+    def stop_growing(self) -> None:
+        """Owe nobody anything any more: a group that is being made is the last, until `want`."""
+        self._owed.clear()
 
     def coming_blocks(self, shape: BlockShape) -> int:
         """Return how many slots are on their way, as far as there is room for them."""

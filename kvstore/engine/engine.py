@@ -328,6 +328,7 @@ class Engine(Assembly):
         """
         self.reservations.closed = True
         self.room.closed = True
+        self.host.stop_growing()
         deadline = asyncio.get_running_loop().time() + timeout
         await self._stop_upkeep()
         if host_index is not None:

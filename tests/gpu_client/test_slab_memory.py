@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from slab_world import SLOT, SLOTS, Runtime, World, slab_world
+from slab_world import SLOT, SLOTS, World, slab_world
 
 from kvstore.attach import mapped
 from kvstore.attach.mapped import DEVICE, PAGEABLE, PINNED
-from kvstore.connectors.vllm.cuda.pins import SlabPins
 from kvstore.connectors.vllm.guard import failures
 from kvstore.errors import AttachmentLost
 

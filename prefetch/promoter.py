@@ -27,7 +27,7 @@ from kvstore.miss import MissReason
 from kvstore.prefetch.admission import admitted
 from kvstore.prefetch.estimate import PathEstimate
 from kvstore.prefetch.move import Move, MoveState, Waiter, WaiterJob
-from kvstore.prefetch.queue import FRONT_PICKS, JobQueue
+from kvstore.prefetch.queue import FRONT_PICKS, Job, JobQueue
 from kvstore.tiers.base import Outcome, Transfer
 from kvstore.units import KIB, MIB
 
@@ -175,6 +175,7 @@ class Promoter:
             move = self._moves.get(block)
             if move is None:
                 move = self._moves[block] = Move(block)
+                job.brought += shape.block_bytes
                 self._bytes += shape.block_bytes
                 self._index.hold_disk(block)
             if job not in move.jobs:
@@ -202,7 +203,8 @@ class Promoter:
         Returns:
             less than nothing when some of the blocks are themselves in flight.
         """
-        own = size = shared = moving = 0
+        own = size = moving = 0
+        shared: list[Move] = []
         job: WaiterJob | None = None
         for block in blocks:
             if waiter is not None and job is None:
@@ -215,26 +217,28 @@ class Promoter:
             if move.state is MoveState.MOVING:
                 moving += size
             else:
-                shared += size
-        queued = self._bytes - self.path.in_flight - shared
-        ahead = max(0, min(queued, self._queue.before(priority, own, job)))
-        return ahead + self._in_passing(priority, own, job, ahead + own - moving, size) - moving
+                shared.append(move)
+        brought = own - moving - size * len(shared)
+        before, behind = self._queue.around(priority, own, brought, job)
+        queued = self._bytes - self.path.in_flight - size * len(shared)
+        ahead = max(0, min(queued, self._apart(before, shared)))
+        passing = self._apart([other for other in behind if not other.told], shared)
+        if passing > 0:
+            # Every fourth batch is somebody's who stands behind.
+            batch = self.path.quantum(_QUANTUM_SECONDS, max(size, 1), _BATCH_BYTES)
+            part = min(batch, max(size, _FIRST_BATCH_BYTES)) / batch
+            ahead += min(passing, int((ahead + own - moving) * part / FRONT_PICKS))
+        return ahead - moving
 
-    def _in_passing(
-        self, priority: int, own: int, job: WaiterJob | None, reading: int, size: int
-    ) -> int:
-        """Return how much of what stands behind a job is read in passing before it has ended.
-
-        Args:
-            priority: of the job.
-            own: its bytes.
-            job: the job itself, if there is one already.
-            reading: bytes that are begun until then.
-            size: of a block.
-        """
-        batch = self.path.quantum(_QUANTUM_SECONDS, max(size, 1), _BATCH_BYTES)
-        share = min(batch, max(size, _FIRST_BATCH_BYTES)) / (FRONT_PICKS * batch)
-        return min(self._queue.in_passing(priority, own, job), int(max(0, reading) * share))
+    @staticmethod
+    def _apart(jobs: Sequence[Job[Move]], shared: Sequence[Move]) -> int:
+        """Return how many bytes some jobs have still to begin, apart from some moves."""
+        left = sum(job.left - job.moving for job in jobs)
+        if left:
+            some = set(jobs)
+            for move in shared:
+                left -= len(move.jobs.keys() & some) * move.block.space.shape.block_bytes
+        return left
 
     def cancel(self, blocks: Iterable[Block], waiter: Waiter) -> None:
         """Take a waiter away; moves that have begun run to their end."""

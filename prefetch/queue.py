@@ -22,7 +22,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator
 
 __all__ = ["FRONT_PICKS", "Job", "JobQueue"]
 
@@ -44,6 +44,8 @@ class Job(Generic[Item]):
         items: what is still to be begun, in order. Whoever takes one out looks whether it still
             is: the queue does not follow what happens to them.
         left: bytes that have not arrived.
+        brought: bytes that nobody else had asked for before it: what others have to come for
+            anyway costs them no time when it goes before them.
         moving: of these, bytes that are on their way.
         order: of arrival.
         batches: how often it was picked.
@@ -53,6 +55,7 @@ class Job(Generic[Item]):
 
     __slots__ = (
         "batches",
+        "brought",
         "deadline",
         "in_passing",
         "items",
@@ -79,11 +82,17 @@ class Job(Generic[Item]):
         self.slack = slack
         self.items: deque[Item] = deque()
         self.left = 0
+        self.brought = 0
         self.moving = 0
         self.order = -1
         self.batches = 0
         self.in_passing = False
         self.queued = False
+
+    @property
+    def cost(self) -> int:
+        """Bytes that others wait longer for when it goes before them."""
+        return min(self.left, self.brought)
 
     @property
     def told(self) -> bool:
@@ -107,24 +116,24 @@ class _Line(Generic[Item]):
         self.ages: list[Job[Item]] = []
         self.front_picks = 0
 
-    def place(self, left: int, end: int | None = None) -> int:
-        """Return how many jobs stay before one with so many bytes left that comes at `end`."""
+    def place(self, left: int, cost: int, end: int | None = None) -> int:
+        """Return how many jobs stay before one that comes at `end`; see `Job` for the others."""
         at = len(self.jobs) if end is None else end
-        while at and self.jobs[at - 1].left > left and self.jobs[at - 1].slack >= left:
+        while at and self.jobs[at - 1].left > left and self.jobs[at - 1].slack >= cost:
             at -= 1
         return at
 
     def enter(self, job: Job[Item], end: int | None = None) -> None:
         """Let a job in where it belongs, and take from the slack of those that it overtakes."""
-        at = self.place(job.left, end)
+        at = self.place(job.left, job.cost, end)
         for passed in self.jobs[at:end]:
-            passed.slack -= job.left
+            passed.slack -= job.cost
         self.jobs.insert(at, job)
 
     def move_up(self, job: Job[Item]) -> None:
         """Let a job that has fewer bytes left overtake those that it may overtake now."""
         at = self.jobs.index(job)
-        if self.place(job.left, at) < at:
+        if self.place(job.left, job.cost, at) < at:
             del self.jobs[at]
             self.enter(job, at)
 
@@ -201,34 +210,28 @@ class JobQueue(Generic[Item]):
             return chosen
         return None
 
-    def before(self, priority: int, left: int, but: Job[Item] | None = None) -> int:
-        """Return how many bytes would begin to move before those of a job.
+    def around(
+        self, priority: int, left: int, brought: int, but: Job[Item] | None = None
+    ) -> tuple[list[Job[Item]], list[Job[Item]]]:
+        """Return the jobs that are served before one, and those of its class behind it.
 
         Args:
             priority: of the job.
             left: bytes that it has left.
-            but: the job itself, if there is one already.
+            brought: of these, bytes that nobody else has asked for.
+            but: the job itself, if there is one already; all that does not compete any more is
+                under way, and nothing is before it.
         """
-        ahead = sum(job.left - job.moving for job in self._part(priority, left, but, before=True))
-        for other, line in self._lines.items():
-            if other > priority:
-                ahead += sum(job.left - job.moving for job in line.jobs)
-        return ahead
-
-    def in_passing(self, priority: int, left: int, but: Job[Item] | None = None) -> int:
-        """Return how many bytes behind a job may be picked in passing; arguments as for `before`."""
-        behind = self._part(priority, left, but, before=False)
-        return sum(job.left - job.moving for job in behind if not job.told)
-
-    def _part(
-        self, priority: int, left: int, but: Job[Item] | None, *, before: bool
-    ) -> Sequence[Job[Item]]:
-        """Return the part of a line before or behind a job's place."""
+        if but is not None and not but.queued:
+            return [], []
+        first = [
+            job for other, line in self._lines.items() if other > priority for job in line.jobs
+        ]
         line = self._lines.get(priority)
-        if line is None or (but is not None and not but.queued):
-            return ()
-        at = line.place(left) if but is None else line.jobs.index(but)
-        return line.jobs[:at] if before else [job for job in line.jobs[at:] if job is not but]
+        if line is None:
+            return first, []
+        at = line.place(left, brought) if but is None else line.jobs.index(but)
+        return first + line.jobs[:at], line.jobs[at + (but is not None) :]
 
     def jobs(self) -> Iterator[Job[Item]]:
         """Yield the queued jobs."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +12,7 @@ from kvstore.prefetch.queue import Job, JobQueue
 
 def job(left: int, priority: int = 0, kind: str = "k", slack: float = math.inf) -> Job[int]:
     made: Job[int] = Job(kind, priority, slack=slack)
-    made.left = left
+    made.left = made.brought = left
     return made
 
 
@@ -22,6 +21,12 @@ def queue_of(*jobs: Job[int]) -> JobQueue[int]:
     for one in jobs:
         queue.add(one)
     return queue
+
+
+def before(queue: JobQueue[int], priority: int, left: int, brought: int | None = None) -> int:
+    """Return the bytes that would be served before a new job."""
+    jobs, _ = queue.around(priority, left, left if brought is None else brought)
+    return sum(job.left for job in jobs)
 
 
 def served(queue: JobQueue[int]) -> list[Job[int]]:
@@ -72,7 +77,9 @@ def test_who_was_told_when_it_ends_is_overtaken_by_as_much_as_it_can_spare() -> 
     queue = queue_of(long, *shorts)
     assert long.slack == 5
     # Who has 5 bytes would go before all, who has 6 stays behind the long one and two others.
-    assert (queue.before(0, 5), queue.before(0, 6)) == (0, 120)
+    assert (before(queue, 0, 5), before(queue, 0, 6)) == (0, 120)
+    # Unless some of that is what the others wait for, too.
+    assert before(queue, 0, 6, brought=5) == 0
     assert served(queue) == [*shorts[:2], long, *shorts[2:]]
 
 
@@ -118,19 +125,18 @@ def test_kinds_that_cannot_be_served_are_passed_over_and_keep_their_place() -> N
 
 def test_bytes_before_a_new_job() -> None:
     queue = queue_of(job(10), job(20), job(40), job(500, priority=1), job(5, priority=-1))
-    assert queue.before(0, 20) == 530
-    assert queue.before(1, 499) == 0
-    assert queue.before(-1, 5) == 575
+    assert before(queue, 0, 20) == 530
+    assert before(queue, 1, 499) == 0
+    assert before(queue, -1, 5) == 575
 
 
-@pytest.mark.parametrize(("slack", "behind"), [(math.inf, 40), (1000, 0)])
-def test_bytes_that_go_in_passing_are_those_behind_that_nobody_counts_on(
-    slack: float, behind: int
-) -> None:
-    there = job(20)
-    queue = queue_of(job(10), there, job(40, slack=slack), job(500, priority=1))
-    assert queue.in_passing(0, 20) == behind
-    assert queue.in_passing(0, 20, there) == behind
+def test_who_is_around_a_job_that_is_there() -> None:
+    small, there, long, urgent, idle = job(10), job(20), job(40), job(500, priority=1), job(5, -1)
+    queue = queue_of(small, there, long, urgent, idle)
+    assert queue.around(0, 20, 20, there) == ([urgent, small], [long])
+    assert queue.around(0, 20, 20) == ([urgent, small, there], [long])
+    queue.remove(there)
+    assert queue.around(0, 20, 20, there) == ([], [])
 
 
 @given(
@@ -151,15 +157,19 @@ def test_against_lists_of_numbers(steps: list[tuple[str, int, int]]) -> None:
         job(100 + 7 * i, priority=i % 3, kind="ab"[i % 2], slack=spare[i])
         for i in range(len(spare))
     ]
+    brought = [100, 0, 114, 50, 128, 135, 20, 149]
+    for one, new in zip(jobs, brought, strict=True):
+        one.brought = new
     lines: dict[int, list[int]] = {0: [], 1: [], 2: []}
     born: dict[int, int] = {}
     fronts = {0: 0, 1: 0, 2: 0}
 
     def settle(which: int, at: int) -> None:
         line, own = lines[which % 3], jobs[which].left
-        while at and jobs[line[at - 1]].left > own and spare[line[at - 1]] >= own:
+        cost = min(own, brought[which])
+        while at and jobs[line[at - 1]].left > own and spare[line[at - 1]] >= cost:
             at -= 1
-            spare[line[at]] -= own
+            spare[line[at]] -= cost
         line.insert(at, which)
 
     for what, which, amount in steps:

@@ -82,6 +82,24 @@ def test_a_newcomer_counts_those_that_it_cannot_overtake() -> None:
     assert late.first_token(COMPUTE) <= alone(late) * 1.001
 
 
+async def _beginnings() -> tuple[Question, list[Question]]:
+    world = await world_of(0.6)
+    chain = world.chain(100)
+    long = world.load(chain)
+    beginnings = []
+    for _ in range(12):
+        beginnings.append(world.load(chain[:20]))
+        await asyncio.sleep(0)
+    await ended(world)
+    return long, beginnings
+
+
+def test_who_wants_the_beginning_of_what_another_waits_for_takes_nothing_from_it() -> None:
+    long, beginnings = run_in_virtual_time(_beginnings())
+    assert long.ended - long.begun == pytest.approx(100 * 0.6 * COMPUTE, rel=0.01)
+    assert [question.loaded for question in beginnings] == [20] * 12
+
+
 async def _beside_a_hint(load: float, blocks: int) -> tuple[float, float]:
     """Return what a wait took beside a hint without end, and what it was predicted to take."""
     world = await world_of(load)

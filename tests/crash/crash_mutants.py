@@ -34,9 +34,10 @@ def _records_before_data(_: Life) -> None:
     async def skip(_: SegmentIo) -> None:
         return
 
-    async def commit_first(flusher: Flusher, group: Any) -> None:
-        await commit(flusher, group)
+    async def commit_first(flusher: Flusher, group: Any) -> int:
+        written = await commit(flusher, group)
         await sync(flusher._disk._io)
+        return written
 
     patch.object(SegmentIo, "sync", skip).start()
     patch.object(Flusher, "_commit_group", commit_first).start()

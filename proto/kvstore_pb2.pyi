@@ -441,18 +441,20 @@ class AcquireRequest(_message.Message):
     def __init__(self, attachment_id: _Optional[int] = ..., space: _Optional[_Union[SpaceRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., priority: _Optional[int] = ..., parent: _Optional[bytes] = ..., request_id: _Optional[str] = ..., remembered_rate: bool = ..., queued_ms: _Optional[int] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
-    __slots__ = ("blocks", "slots", "tiers", "growing", "miss")
+    __slots__ = ("blocks", "slots", "tiers", "growing", "miss", "present")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     GROWING_FIELD_NUMBER: _ClassVar[int]
     MISS_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     slots: bytes
     tiers: bytes
     growing: bool
     miss: Miss
-    def __init__(self, blocks: _Optional[int] = ..., slots: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., growing: bool = ..., miss: _Optional[_Union[Miss, _Mapping]] = ...) -> None: ...
+    present: int
+    def __init__(self, blocks: _Optional[int] = ..., slots: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., growing: bool = ..., miss: _Optional[_Union[Miss, _Mapping]] = ..., present: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("attachment_id", "lease_ids")

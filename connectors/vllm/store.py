@@ -55,6 +55,10 @@ class Lease(Protocol):
         """Why the run ended; says nothing while it grows."""
 
     @property
+    def present(self) -> int:
+        """Leading keys whose blocks were in any tier when asked; at least those leased then."""
+
+    @property
     def lost(self) -> bool:
         """Whether the daemon took it back."""
 

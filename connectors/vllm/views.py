@@ -38,6 +38,15 @@ _GONE: Final = frozenset(
 )
 # Adapters whose space stays open.
 _MOST_VIEWS: Final = 64
+# For these it is on a slower tier, or the client has enough: what is computed is not stored again.
+_ELSEWHERE: Final = frozenset(
+    (
+        MissReason.NOT_WORTH_WAITING,
+        MissReason.DEADLINE,
+        MissReason.LEASE_CAP,
+        MissReason.NO_ROOM,
+    )
+)
 
 
 class View:
@@ -121,6 +130,9 @@ class View:
         """Take note of what a lease on some keys, that grows no more, says of those it lacks."""
         if lease.miss.reason in _GONE:
             self.stored.gone(keys[lease.blocks :])
+        elif lease.miss.reason in _ELSEWHERE:
+            for key in keys[lease.blocks : lease.present]:
+                self.stored.end(key, arrived=True)
 
     def failed(self, error: KVStoreError) -> None:
         """Take note of a call on the space that failed.

@@ -136,6 +136,7 @@ class Incarnation:
     def answer(self, lease: Lease, blocks: pb.AcquireResponse) -> Lease:
         """Put the answer to Acquire into its lease."""
         slots: SlotArray = unpack_slots(blocks.slots)
+        lease.present = max(blocks.present, len(slots))
         lease.extend(0, slots, blocks.tiers)
         if not blocks.growing:
             miss = miss_from_message(blocks.miss) if blocks.HasField("miss") else Miss()

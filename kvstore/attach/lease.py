@@ -27,6 +27,8 @@ class Lease:
         id: chosen by the client.
         boot_id: daemon run that gave it.
         attachment_id: attachment that holds it.
+        present: leading keys whose blocks were in any tier when asked: they need no storing. Of
+            daemons that do not say, those that it began with.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Lease:
         self.id = lease_id
         self.boot_id = boot_id
         self.attachment_id = attachment_id
+        self.present = 0
         self._release = release
         self._changed = threading.Condition()
         self._slots: SlotArray = _NO_SLOTS

@@ -60,6 +60,7 @@ class Acquired:
         tiers: per block, the tier (`TierName`) that held it when asked.
         growing: more may come by events.
         miss: why the run ends here, when it is not growing.
+        present: leading blocks that were in any tier when asked.
     """
 
     blocks: int
@@ -67,6 +68,7 @@ class Acquired:
     tiers: bytes
     growing: bool
     miss: Miss
+    present: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -81,6 +83,7 @@ class Lease:
         where: position of each awaited block in `run`.
         miss: why the run ends after its last block.
         recent: what is remembered of it when it has ended.
+        present: leading blocks that were in any tier when asked.
         holding: of the promoter's waiters: it holds what lands.
         pending: what was decided about its wait; None when it did not have to wait.
         review: when that is looked at again.
@@ -94,6 +97,7 @@ class Lease:
     tiers: bytes
     miss: Miss
     recent: RecentAcquire
+    present: int
     count: int = 0
     held: set[int] = field(default_factory=set)
     on_gpu: set[int] = field(default_factory=set)
@@ -221,6 +225,7 @@ class Leases:
             return Acquired(0, _NO_SLOTS, b"", False, Miss(MissReason.LEASE_LOST))
         rate = self._rate(space, len(keys), prefill_tokens_per_second)
         run, miss = self.find_run(space, keys[:_MOST_BLOCKS], parent)
+        present = len(run)
         if len(run) == _MOST_BLOCKS < len(keys):
             miss = Miss(MissReason.LEASE_CAP)
         block_bytes = space.shape.block_bytes
@@ -266,7 +271,7 @@ class Leases:
         )
         recent.ends(len(run), keys[len(run)] if len(run) < len(keys) else b"", miss, forecast)
         self.recent.add(recent)
-        lease = Lease(lease_id, self, attachment, space, run, tiers, miss, recent)
+        lease = Lease(lease_id, self, attachment, space, run, tiers, miss, recent, present)
         for i, block in enumerate(run):
             block.uses += 1
             if tiers[i] == TierName.GPU:
@@ -312,6 +317,7 @@ class Leases:
             tiers=lease.tiers[first : lease.count],
             growing=lease.growing,
             miss=NO_MISS if lease.growing else lease.miss,
+            present=lease.present,
         )
 
     def _slots(self, lease: Lease, first: int) -> GenerationSlots:

@@ -199,6 +199,7 @@ class KVStoreService(rpc.KVStoreServicer):
             tiers=acquired.tiers,
             growing=acquired.growing,
             miss=miss_to_message(acquired.miss),
+            present=acquired.present,
         )
 
     @answering

@@ -53,6 +53,7 @@ class FakeDaemon:
         hold: while set, answers to acquire and reserve wait for `let_go`.
         commits: outcomes given so far.
         asked_for: names of the requests that asked for a lease.
+        declines: what is on disk is not worth waiting for.
         queued: for how long each said that waiting costs nothing, seconds.
         faults: names of faults to inject: `commit` fails, or a copy finds that half of its slots
             have a new `generation`, and other bytes.
@@ -65,6 +66,7 @@ class FakeDaemon:
         self.up = True
         self.boots = 0
         self.hold = False
+        self.declines = False
         self.held: list[Callable[[], None]] = []
         self.faults: set[str] = set()
         self.commits: list[int] = []
@@ -220,6 +222,8 @@ class FakeLease:
         daemon, chosen, tiers = self._daemon, [], b""
         self.growing = False
         self.miss = Miss()
+        there = itertools.takewhile(lambda key: daemon.ready(self._space, key), self._keys)
+        self.present = len(list(there))
         for key in self._keys:
             block = daemon.ready(self._space, key)
             if block is None:
@@ -227,7 +231,7 @@ class FakeLease:
                 break
             if block.on_disk:
                 self.miss = Miss(MissReason.NOT_WORTH_WAITING)
-                if wait:
+                if wait and not daemon.declines:
                     self.growing = True
                 break
             chosen.append(block.slot)

@@ -387,6 +387,46 @@ def test_what_was_evicted_is_stored_again_by_the_same_engine(daemon: FakeDaemon)
     quiet(daemon)
 
 
+def test_what_is_on_disk_and_declined_is_not_stored_again(daemon: FakeDaemon) -> None:
+    """What comes after it is; and all of it once it is gone."""
+    engine = MiniEngine(daemon)
+    engine.run(engine.add(prompt(8 * B), 2))
+    engine.settle()
+    engine.close()
+    for _ in range(100):
+        if len(daemon.blocks) == 8:
+            break
+        engine = MiniEngine(daemon)
+        engine.run(engine.add(prompt(8 * B), 2))
+        engine.settle()
+        engine.close()
+    assert len(daemon.blocks) == 8
+    for block in list(daemon.blocks.values())[3:]:
+        block.on_disk = True
+    daemon.declines = True
+    daemon.commits.clear()
+    other = MiniEngine(daemon)
+    for _ in range(3):
+        other.run(other.add(prompt(8 * B), 2))
+        other.settle()
+    assert daemon.commits == []
+    for _ in range(100):
+        other.run(other.add(prompt(8 * B) + prompt(4 * B, 1), 2))
+        other.settle()
+        if len(daemon.blocks) == 12:
+            break
+    assert daemon.commits == [1] * 4
+    daemon.evict(list(daemon.blocks)[3:])
+    for _ in range(100):
+        other.run(other.add(prompt(8 * B), 2))
+        other.settle()
+        if len(daemon.blocks) == 8:
+            break
+    assert daemon.commits == [1] * 9
+    other.close()
+    quiet(daemon)
+
+
 def test_what_is_being_stored_is_not_stored_twice(daemon: FakeDaemon) -> None:
     """A request that comes meanwhile is told that nothing is there."""
     engine = MiniEngine(daemon, step_tokens=64 * B)

@@ -53,6 +53,7 @@ def declined(player: Player, keys: list[bytes], rate: float = AT_ONCE, there: in
     lease, answer = player.acquire(keys, deadline=60, rate=rate)
     assert (answer.blocks, answer.growing) == (there, False)
     assert answer.miss.reason is MissReason.NOT_WORTH_WAITING
+    assert answer.present == len(player.engine.lookup(player.world.space, keys)[0])
     player.release(lease)
 
 
@@ -110,7 +111,7 @@ def test_the_second_request_is_served_from_memory(make_world: Make) -> None:
         # Nobody has used them by that, nobody holds them.
         assert world.counts("hit_blocks_host") == hits + there
         lease, answer = player.acquire(keys, deadline=60, rate=AT_ONCE)
-        assert (answer.blocks, answer.growing) == (8, False)
+        assert (answer.blocks, answer.growing, answer.present) == (8, False, 8)
         assert player.reads_right(keys, player.leased_slots(lease))
         player.release(lease)
         await world.settle()

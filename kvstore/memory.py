@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import operator
 import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 
 from kvstore.units import MIB, PAGE_BYTES, round_up
 
-__all__ = ["Mapping", "copy_batch", "copy_block", "words_at"]
+__all__ = ["Hurry", "Mapping", "copy_batch", "copy_block", "words_at"]
 
 U8Array = NDArray[np.uint8]
 U64Array = NDArray[np.uint64]
@@ -82,11 +84,47 @@ def _os_error(what: str) -> OSError:
     return OSError(number, f"{what}: {os.strerror(number)}")
 
 
-def _give_way() -> None:
-    """Let the calling thread have its processor when others need it less."""
-    # Refused to who has given way further already.
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _GENTLE_NICE)
+class Hurry:
+    """Whether somebody waits for work that gives way to others until then. Any thread."""
+
+    def __init__(self, *, now: bool = False) -> None:
+        """Begin with nobody in a hurry, or with somebody."""
+        self._changed = threading.Condition()
+        self._now = now
+        self._working = 0
+
+    @property
+    def set_already(self) -> bool:
+        """Whether somebody is in a hurry."""
+        return self._now
+
+    def set(self) -> None:
+        """Somebody is. Idempotent."""
+        with self._changed:
+            self._now = True
+            self._changed.notify_all()
+
+    def begin(self) -> None:
+        """Count one thread that works gently."""
+        with self._changed:
+            self._working += 1
+
+    def work_gently(self, work: Callable[[], None]) -> None:
+        """Work on the calling thread, which was counted, and which gives way from now on, for good."""
+        try:
+            # Refused to who has given way further already.
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _GENTLE_NICE)
+            work()
+        finally:
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait until somebody is in a hurry, or all who work gently have ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._now or not self._working)
 
 
 def _unmap(address: int, length: int, pid: int) -> None:
@@ -184,7 +222,9 @@ class Mapping:
         """Ask for huge pages; return whether the kernel took the advice."""
         return self._advise(0, self.length, _MADV_HUGEPAGE) == 0
 
-    def populate(self, threads: int = 1, *, reserved: bool = True, gentle: bool = False) -> bool:
+    def populate(
+        self, threads: int = 1, *, reserved: bool = True, hurry: Hurry | None = None
+    ) -> bool:
         """Fault every page in, so that later copies do not; contents stay as they are.
 
         Blocks for 0.5 to 1 s per GiB and thread, without the GIL; huge pages take a tenth of it.
@@ -194,7 +234,8 @@ class Mapping:
             reserved: the file has all its pages (`posix_fallocate`). Otherwise nothing is done on
                 kernels that can populate only by touching: with the file system full, that is
                 SIGBUS.
-            gentle: give way to whoever needs the processors; as fast as ever where nobody does.
+            hurry: give way to whoever needs the processors, until somebody is in a hurry. Where
+                nobody needs them, that is as fast as ever. None: do not give way.
 
         Returns:
             False when nothing was done for that reason.
@@ -203,6 +244,7 @@ class Mapping:
             OSError: no memory (ENOMEM), or the file system is full (ENOSPC).
         """
         self._open_memory()
+        gentle = hurry is not None and not hurry.set_already
         most = _GENTLE_POPULATE_BYTES if gentle else _POPULATE_BYTES
         step = min(round_up(-(-self.length // threads), _MIN_POPULATE_BYTES), most)
         starts = iter(range(0, self.length, step))
@@ -210,8 +252,6 @@ class Mapping:
         errors: list[int] = []
 
         def work() -> None:
-            if gentle:
-                _give_way()
             while not errors:
                 with guard:
                     start = next(starts, None)
@@ -221,12 +261,22 @@ class Mapping:
                 if number:
                     errors.append(number)
 
-        # The caller has other things to do afterwards, and a thread that gives way does so for good.
-        others = threads if gentle else threads - 1
-        helpers = [threading.Thread(target=work, name="populate") for _ in range(others)]
-        for helper in helpers:
-            helper.start()
-        if not gentle:
+        helpers: list[threading.Thread] = []
+
+        def begin(target: Callable[[], None], count: int) -> None:
+            for _ in range(count):
+                helpers.append(threading.Thread(target=target, name="populate"))
+                helpers[-1].start()
+
+        if gentle:
+            assert hurry is not None
+            # Not the caller: a thread that gives way does so for good.
+            for _ in range(threads):
+                hurry.begin()
+                begin(lambda: hurry.work_gently(work), 1)
+            hurry.wait()
+        if operator.length_hint(starts) and not errors:
+            begin(work, threads - 1)
             work()
         for helper in helpers:
             helper.join()

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import ConfigError, TierClosed
+from kvstore.memory import Hurry
 from kvstore.tiers.base import Capabilities, Outcome, Tier, TierName, TierUsage, Transfer
 from kvstore.tiers.kept_pool import map_group, taken_bytes
 from kvstore.tiers.pool_copy import check_fits, copy_transfers, undisturbed
@@ -111,8 +112,10 @@ class HostTier(PoolSlots, Tier):
         self._allocated_bytes = 0  # of slots in groups, and in the one that is being made
         # Blocks promised by `want` whose group is not begun yet; shapes take turns.
         self._owed: dict[BlockShape, int] = {}
-        # Of those, shapes that somebody waits for: their next group is made without giving way.
+        # Of those, shapes that somebody waits for: their next group is made without giving way, and so
+        # is the rest of one that is being made before it.
         self._urgent: set[BlockShape] = set()
+        self._hurry = Hurry()
         self._arriving: tuple[BlockShape, int] | None = None
         self._grower: asyncio.Task[None] | None = None
         self._degraded = ""
@@ -282,7 +285,8 @@ class HostTier(PoolSlots, Tier):
 
         Returns at once; `on_group` tells of each group. Asking again for the same adds nothing.
         Making memory gives way to whatever else needs the processors, unless it is `urgent`:
-        somebody waits. That holds for the next group alone; who still waits then asks again.
+        somebody waits. That holds for the group that is being made and the next one of this shape; who
+        still waits then asks again.
         """
         if not self._open:
             return
@@ -290,6 +294,8 @@ class HostTier(PoolSlots, Tier):
         missing = min(missing, self.room_blocks(shape) - self._owed.get(shape, 0))
         if urgent and (missing > 0 or shape in self._owed):
             self._urgent.add(shape)
+        if urgent and self._arriving is not None:
+            self._hurry.set()
         if missing <= 0:
             return
         self._owed[shape] = self._owed.get(shape, 0) + missing
@@ -319,7 +325,7 @@ class HostTier(PoolSlots, Tier):
             while self._owed:
                 shape = next(iter(self._owed))
                 owed = self._owed.pop(shape)
-                gentle = shape not in self._urgent
+                self._hurry = Hurry(now=bool(self._urgent))
                 self._urgent.discard(shape)
                 remaining = self._capacity_bytes - self._allocated_bytes
                 slots = group_slots(shape, self._capacity_bytes, remaining, self._min_group_bytes)
@@ -328,13 +334,13 @@ class HostTier(PoolSlots, Tier):
                     continue
                 if owed > slots:
                     self._owed[shape] = owed - slots  # at the end: the other shapes first
-                await self._make_group(shape, slots, gentle)
+                await self._make_group(shape, slots)
         finally:
             self._arriving = None
             self._grower = None
             self._urgent.clear()
 
-    async def _make_group(self, shape: BlockShape, slots: int, gentle: bool) -> None:
+    async def _make_group(self, shape: BlockShape, slots: int) -> None:
         """Make one group and announce it. Without memory for it, nothing is owed any more."""
         assert self._builder is not None
         taken = slots * shape.block_bytes
@@ -351,7 +357,7 @@ class HostTier(PoolSlots, Tier):
             slots,
             self._populate_threads,
             self._pinner,
-            gentle,
+            self._hurry,
         )
         try:
             slabs = await undisturbed(building)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.memory import Mapping
+from kvstore.memory import Hurry, Mapping
 from kvstore.units import GIB, MIB, PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
@@ -178,11 +178,11 @@ class Slab:
         slot_bytes: int,
         shard: int,
         populate_threads: int,
-        gentle: bool = False,
+        hurry: Hurry | None = None,
     ) -> Slab:
         """Create the file and take all its memory. Blocks for about 0.5 s per GiB; any thread.
 
-        With `gentle`, the threads that take it give way to whoever needs the processors.
+        With `hurry`, the threads that take it give way to others until somebody is in one.
 
         Raises:
             OSError: no room (ENOSPC, ENOMEM), or the file exists; nothing is left behind.
@@ -199,11 +199,11 @@ class Slab:
             # Pages must come into being through the advised mapping: those that posix_fallocate
             # makes are small ones where huge pages are given on advice only.
             mapping.advise_huge()
-            if mapping.populate(populate_threads, reserved=False, gentle=gentle):
+            if mapping.populate(populate_threads, reserved=False, hurry=hurry):
                 os.posix_fallocate(fd, 0, length)
             else:
                 os.posix_fallocate(fd, 0, length)
-                mapping.populate(populate_threads, gentle=gentle)
+                mapping.populate(populate_threads, hurry=hurry)
             return cls(SlabInfo(path, offset, length, slot_bytes, slots, shard), mapping)
         except BaseException:
             if mapping is not None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from kvstore.memory import Hurry
     from kvstore.space import BlockShape
     from kvstore.tiers.slab import Pinner
 
@@ -29,7 +30,7 @@ def make_slabs(
     slots: int,
     populate_threads: int,
     pinner: Pinner | None,
-    gentle: bool,
+    hurry: Hurry,
 ) -> list[Slab]:
     """Create a group's slabs, all or none. Blocks for about 0.5 s per GiB; see `Slab.create`.
 
@@ -50,7 +51,7 @@ def make_slabs(
                     slot_bytes=shape.slot_bytes,
                     shard=shard,
                     populate_threads=populate_threads,
-                    gentle=gentle,
+                    hurry=hurry,
                 )
             )
     except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -173,6 +174,31 @@ def test_what_does_not_fit_is_refused_and_a_daemon_that_stops_makes_nothing(
     make_world(host_blocks=64, disk_blocks=0).run(story)
 
 
+def test_a_stop_does_not_wait_for_a_pool_that_is_being_made(
+    make_world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+    make_slabs = slab_making.make_slabs
+
+    def held(*arguments: Any) -> Any:
+        begun.set()
+        assert go.wait(60.0)
+        return make_slabs(*arguments)
+
+    async def story(world: World) -> None:
+        await until(lambda: not world.host.allocating)
+        before = taken(world, NARROW)
+        monkeypatch.setattr(host, "make_slabs", held)
+        world.engine.make_room(NARROW)
+        await until(begun.is_set)
+        await world.engine.quiesce(5.0)
+        go.set()
+        await until(lambda: not world.host.allocating)
+        assert before < taken(world, NARROW) <= before + world.host.capacity_bytes // 4
+
+    make_world(host_blocks=256, disk_blocks=0).run(story)
+
+
 def test_memory_that_nobody_waits_for_is_made_by_threads_that_give_way(
     make_world: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +206,7 @@ def test_memory_that_nobody_waits_for_is_made_by_threads_that_give_way(
     make_slabs = slab_making.make_slabs
 
     def watched(*arguments: Any) -> Any:
-        gentle.append(arguments[-1])
+        gentle.append(not arguments[-1].set_already)
         return make_slabs(*arguments)
 
     async def story(world: World) -> None:

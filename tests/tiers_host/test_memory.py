@@ -6,7 +6,7 @@ import ctypes
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvstore import memory
-from kvstore.memory import Mapping, copy_batch, copy_block, words_at
+from kvstore.memory import Hurry, Mapping, copy_batch, copy_block, words_at
 from kvstore.units import MIB
 
 
@@ -242,7 +242,7 @@ def test_populating_gently_gives_way_and_does_the_same(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Mapping, "_populate", watched)
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert mapping.populate(3, gentle=True)
+    assert mapping.populate(3, hurry=Hurry())
     assert sum(lengths) == mapping.length
     assert all(value >= max(before, 10) for value in nice.values())
     # Whoever called has other things to do.
@@ -250,7 +250,39 @@ def test_populating_gently_gives_way_and_does_the_same(monkeypatch: pytest.Monke
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
     mapping.close()
     with pytest.raises(ValueError, match="closed"):
-        mapping.populate(2, gentle=True)
+        mapping.populate(2, hurry=Hurry())
+
+
+def test_who_is_in_a_hurry_has_the_rest_populated_without_giving_way(
+    monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
+) -> None:
+    mapping, hurry = _mapping(70 * MIB), Hurry()
+    populate, nice = Mapping._populate, list[int]()
+    begun, done = threading.Event(), list[bool]()
+
+    def watched(self: Mapping, start: int, length: int, reserved: bool) -> int:
+        me = threading.get_native_id()
+        if os.getpriority(os.PRIO_PROCESS, me) >= 10:
+            # As if there were no processor left for it.
+            begun.set()
+            assert hurry_was_set.wait(60.0)
+        nice.append(os.getpriority(os.PRIO_PROCESS, me))
+        return populate(self, start, length, reserved)
+
+    hurry_was_set = threading.Event()
+    monkeypatch.setattr(Mapping, "_populate", watched)
+    caller = threading.Thread(target=lambda: done.append(mapping.populate(2, hurry=hurry)))
+    caller.start()
+    assert begun.wait(60.0)
+    hurry.set()
+    # All of the 18 pieces but one for each of those that gave way.
+    until(lambda: len(nice) >= 16)
+    hurry_was_set.set()
+    caller.join(60.0)
+    assert done == [True]
+    assert len(nice) == 18
+    assert sum(value >= 10 for value in nice) <= 2
+    mapping.close()
 
 
 def test_populate_reports_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ stages of a pipeline hold different numbers of layers, and none knows the others
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PoolWait"]
 
+# Should it take longer to attach, the daemon is asked when the engine is about to serve.
+_ATTACH_SECONDS: Final = 5.0
 # How often the daemon is asked how far it is.
 _ASK_AGAIN_SECONDS: Final = 0.05
 # How long announcements and pins are waited for before the daemon is asked again: groups may go.
@@ -74,8 +77,13 @@ class PoolWait:
         self._made = self._expected = 0
 
     def ask(self) -> None:
-        """Have the daemon begin, should it be there."""
+        """Have the daemon begin, should it be there; on a thread of its own."""
         if self._shard_bytes:
+            threading.Thread(target=self._ask, name="kvstore-ask", daemon=True).start()
+
+    def _ask(self) -> None:
+        # Whose memory cannot be mapped from here need make none for this.
+        if self._attachment.wait_active(_ATTACH_SECONDS):
             self._attachment.make_room(self._shard_bytes)
 
     def wait(self) -> None:

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -167,9 +167,23 @@ def test_a_daemon_that_stands_still_is_waited_for_as_long_as_was_said(
         daemon.signal(signal.SIGCONT)
 
 
+def test_a_daemon_whose_memory_cannot_be_mapped_makes_none(
+    start_daemon: Callable[..., Any], until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of another machine."""
+    daemon = start_daemon("--host-pool", f"{POOL >> 20}MiB")
+    with Client(daemon.tcp) as client:
+        pins, attachment = SlabPins(Runtime(), 0), cast("Any", client.attachment)
+        asking = PoolWait(attachment, SHARDS, pins, NEVER)
+        until(lambda: attachment.streams_only)
+        asking._ask()
+        asking.wait()
+        assert client.stats().tiers[0].allocated_bytes == 0
+        assert pins.threads() == 1
+
+
 def test_without_a_daemon_nothing_is_waited_for(tmp_path: Any, ranks: Callable[..., Rank]) -> None:
     rank = ranks(f"unix://{tmp_path}/nobody.sock")
-    rank.wait.ask()
     rank.wait.wait()
     assert rank.pins.threads() == 1
     assert not guard._said
@@ -250,7 +264,7 @@ def test_a_daemon_that_makes_nothing_ahead_has_its_memory_pinned_all_the_same(
 
 def test_who_does_not_know_the_shape_asks_for_nothing_and_who_does_not_wait_neither() -> None:
     unknown = Script(room(0, 0))
-    unknown.wait(()).ask()
+    unknown.wait(()).ask()  # begins no thread
     unknown.wait(()).wait()
     assert unknown.groups == [()]
     impatient = Script(room(0, 0))

@@ -18,10 +18,11 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.attach.slabs import ANNOUNCEMENT_SECONDS
 from kvstore.connectors.vllm.geometry import Geometry
 from kvstore.connectors.vllm.guard import log_once
-from kvstore.connectors.vllm.store import Attachment
-from kvstore.errors import KVStoreError
+from kvstore.connectors.vllm.store import Attachment, Held
+from kvstore.errors import AttachmentLost, KVStoreError
 from kvstore.memory import copy_batch
 from kvstore.syncpoint import reach
 
@@ -32,6 +33,8 @@ ATTACH_SECONDS: Final = 2.0
 # How long a store waits before it copies. The step that computed its blocks is not over: tokens
 # are still to be sampled and handed out, on the same processors.
 _LAG_SECONDS: Final = 0.02
+# How long an engine waits for a slab that a store of blocks with new owners is still to be copied to.
+_SLAB_SECONDS: Final = 0.02
 
 U64 = NDArray[np.uint64]
 
@@ -157,12 +160,17 @@ class Lane:
 
 
 class _Reading:
-    """Blocks that a store reads until `over`; somebody waits for that once it is `wanted`."""
+    """Blocks that a store reads until `over`; somebody waits for that once it is `wanted`.
 
-    __slots__ = ("begin_at", "blocks", "over", "wanted")
+    One that is over before it has begun was given up: it does not begin.
+    """
 
-    def __init__(self, blocks: list[int]) -> None:
+    __slots__ = ("before", "begin_at", "blocks", "over", "wanted")
+
+    def __init__(self, blocks: list[int], before: set[_Reading]) -> None:
         self.blocks = blocks
+        # Earlier ones, not over, of some of the blocks: the daemon restarted meanwhile.
+        self.before = before
         self.begin_at = time.monotonic() + _LAG_SECONDS
         self.wanted = threading.Event()
         self.over = threading.Event()
@@ -196,6 +204,10 @@ class CpuCopier:
         self._stores: Final = Lane("kvstore-store")
         # Engine block -> the store that reads it; the engine's thread alone uses it.
         self._reading: dict[int, _Reading] = {}
+        self._guard = threading.Lock()
+        # Stores that the engine's thread waits for, and whether they wait for a slab in their turn.
+        self._needed: set[_Reading] = set()
+        self._stuck = False
 
     def load(
         self,
@@ -219,6 +231,7 @@ class CpuCopier:
         try:
             self._attachment.wait_run(run.boot_id, patience.left())
             with self._attachment.using(run.slots, boot_id=run.boot_id) as held:
+                held.map(self._shard, patience.left())
                 cache, stored, lengths = self._geometry.pair(
                     blocks, held.addresses(self._shard), skip, self._group_blocks
                 )
@@ -238,13 +251,16 @@ class CpuCopier:
 
     def store(self, blocks: NDArray[np.int32], run: SlotRun, done: Callable[[bool], None]) -> None:
         """See `Copier.store`."""
-        reading = _Reading(blocks.ravel().tolist())
-        for block in reading.blocks:
+        named = blocks.ravel().tolist()
+        others = {other for block in named if (other := self._reading.get(block))}
+        others.update(*(other.before for other in others))
+        reading = _Reading(named, {other for other in others if not other.over.is_set()})
+        for block in named:
             self._reading[block] = reading
 
         def copy() -> None:
             reading.wait_turn()
-            copied = self._store(blocks, run)
+            copied = self._store(blocks, run, reading)
             reading.over.set()
             done(copied)
 
@@ -253,16 +269,29 @@ class CpuCopier:
             self._forget(other)
 
     def reuse(self, blocks: NDArray[np.int32] | None) -> None:
-        """See `Copier.reuse`. Waits."""
+        """See `Copier.reuse`. Waits for copying, but not for slabs: then less is stored."""
         if not self._reading:
             return
         wanted = list(self._reading) if blocks is None else blocks.tolist()
         read = {r for block in wanted if (r := self._reading.get(block))}
-        if read:
-            self._hurry()
+        read.update(*(reading.before for reading in read))
+        if not read:
+            return
+        with self._guard:
+            self._needed = read
+            if self._stuck:
+                self._give_up()
+        self._hurry()
         for reading in read:
             reading.over.wait()
             self._forget(reading)
+        with self._guard:
+            self._needed = set()
+
+    def _give_up(self) -> None:
+        """Let the engine go on; the caller holds the lock, and none of these has begun."""
+        for reading in self._needed:
+            reading.over.set()
 
     def _hurry(self) -> None:
         """Let no store lag: they are copied in order, so those before a wanted one as well."""
@@ -277,11 +306,32 @@ class CpuCopier:
     def settle(self) -> None:
         """See `Copier.settle`: there is nothing to wait for."""
 
-    def _store(self, blocks: NDArray[np.int32], run: SlotRun) -> bool:
+    def _begin(self, held: Held, reading: _Reading) -> bool:
+        """On the stores' thread: map a store's slots; return whether its blocks may be read.
+
+        A slab's announcement may still be on its way, which is no reason for an engine to wait: what
+        it needs is given up then, this store and those behind it.
+        """
+        try:
+            held.map(self._shard, _SLAB_SECONDS)
+        except AttachmentLost:
+            with self._guard:
+                self._stuck = True
+                self._give_up()
+            try:
+                held.map(self._shard, ANNOUNCEMENT_SECONDS)
+            finally:
+                with self._guard:
+                    self._stuck = False
+        return not reading.over.is_set()
+
+    def _store(self, blocks: NDArray[np.int32], run: SlotRun, reading: _Reading) -> bool:
         try:
             with self._attachment.using(
                 run.slots, boot_id=run.boot_id, writer_id=run.writer_id
             ) as held:
+                if not self._begin(held, reading):
+                    return False
                 cache, stored, lengths = self._geometry.pair(
                     blocks.ravel(), held.addresses(self._shard), 0, self._group_blocks
                 )

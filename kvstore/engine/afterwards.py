@@ -10,7 +10,7 @@ since until then the engine needs the processors and the memory's bandwidth, the
 first, what was noted last first. Before each small step it is seen to that nobody waits: not while
 a lease does, nor while anybody but warm-up wants something of the path; and within a step every few
 milliseconds, so that what has not begun is taken back. With warm-up it shares a class: both are
-guesses, and the one with the fewest bytes left goes first, so that what is asked for now does not
+guesses, and who has fewer bytes left goes first, so that what is asked for now does not
 wait for all of what was used before the start.
 
 Reading afterwards takes nothing from anybody: room is what is free above the watermark, and copies
@@ -34,6 +34,7 @@ from kvstore.engine.waiting import RunWaiter
 from kvstore.engine.wake import Signal
 from kvstore.engine.warm_up import PRIORITY
 from kvstore.miss import MissReason
+from kvstore.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,8 +50,9 @@ log = logging.getLogger(__name__)
 
 # How often it is looked whether somebody waits.
 _LOOK_SECONDS: Final = 0.01
-# A step is what the path moves in this time.
+# A step is what the path moves in this time, and at most so much.
 _STEP_SECONDS: Final = 0.1
+_STEP_BYTES: Final = 256 * MIB
 # Nothing is due.
 _IDLE_SECONDS: Final = 3600.0
 
@@ -250,7 +252,8 @@ class Afterwards:
             await self._step(run)
 
     def _somebody_waits(self) -> bool:
-        return bool(self._waiting() or self._promoter.ahead_bytes((), PRIORITY))
+        # Warm-up is no reason to wait: what goes before that is.
+        return bool(self._waiting() or self._promoter.ahead_bytes((), PRIORITY + 1))
 
     async def _step(self, run: _Run) -> None:
         """Read the next blocks of a run, as many as do not keep the path busy for long."""
@@ -303,7 +306,7 @@ class Afterwards:
                 self._forget_run(run)
                 break
             if block.host is None and block.disk is not None:
-                most = most or self._promoter.path.quantum(_STEP_SECONDS, size)
+                most = most or self._promoter.path.quantum(_STEP_SECONDS, size, _STEP_BYTES)
                 if (len(step) + 1) * size > most:
                     break
                 step.append(block)

@@ -41,7 +41,7 @@ _ATTACH_SECONDS: Final = 5.0
 _ASK_AGAIN_SECONDS: Final = 0.05
 # How long announcements and pins are waited for before the daemon is asked again: groups may go.
 _LOOK_AGAIN_SECONDS: Final = 0.5
-# A range of 1 GiB that is being pinned when the time is up takes less as a rule.
+# Ranges that are being pinned when the time is up take a few hundredths of it as a rule.
 _SETTLE_SECONDS: Final = 2.0
 
 

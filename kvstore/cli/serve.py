@@ -64,8 +64,8 @@ def serve(
         str | None,
         _flag(
             "--host-pool",
-            "Host memory to take, e.g. 8GiB. auto: a quarter of what is available, 4GiB at most; "
-            "so without it.",
+            "Host memory to take, e.g. 8GiB: as it is needed, or at once when an engine on a GPU "
+            "starts. auto: a quarter of what is available, 4GiB at most; so without it.",
             "SIZE",
         ),
     ] = None,

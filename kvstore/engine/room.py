@@ -11,6 +11,7 @@ for its blocks among its own (`admit`).
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -19,6 +20,7 @@ from kvstore.engine.retirement import Retirement
 from kvstore.engine.wake import Signal
 from kvstore.index import Flush, Pressure
 from kvstore.tiers.base import TierName
+from kvstore.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from kvstore.tiers.host import HostTier
 
 __all__ = ["HostRoom", "Made", "Signal"]
+
+log = logging.getLogger(__name__)
 
 # Blocks of one space that make room for others of it in one go: a few milliseconds.
 _OWN_AT_ONCE: Final = 1000
@@ -144,7 +148,12 @@ class HostRoom:
         """
         host = self._host
         if not self.closed:
+            idle = not host.coming_blocks(shape)
             host.want(shape, host.capacity_bytes // shape.block_bytes)
+            coming = host.coming_blocks(shape) * shape.block_bytes
+            if idle and coming:
+                what, size = format_bytes(coming), format_bytes(shape.slot_bytes)
+                log.info("makes %s of memory ahead of need, for slots of %s", what, size)
             self._reclaimer.share(shape)
         mine = [group for group in host.groups() if group.shape == shape]
         made = sum(group.capacity_bytes for group in mine)

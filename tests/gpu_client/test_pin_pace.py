@@ -72,7 +72,7 @@ def test_ranges_are_large_until_the_engine_serves_and_then_small_with_rests(
     driver: Driver, pins: SlabPins
 ) -> None:
     assert pins.threads() > 1
-    assert pins.range_bytes == pin(pins, pins.range_bytes) == GIB
+    assert pins.range_bytes == pin(pins, pins.range_bytes) == 256 * MIB
     assert not driver.rests
     pins.serving()
     assert pins.threads() == 1
@@ -142,7 +142,7 @@ def test_an_engine_that_is_ready_waits_for_the_large_ranges_under_way_and_no_oth
 ) -> None:
     """Whichever thread it is that says so, and wherever those are that pin."""
     driver.gate.clear()
-    left = {(group, 0): 4 * GIB for group in range(8)}
+    left = {(group, 0): GIB for group in range(8)}
 
     def fill(group: int, shard: int, start: int) -> int:
         done = pin(pins, min(pins.range_bytes, left[group, shard]))
@@ -152,7 +152,7 @@ def test_an_engine_that_is_ready_waits_for_the_large_ranges_under_way_and_no_oth
     filler = Prefaulter(fill)
     filler.pace(pins.threads)
     for group, shard in left:
-        filler.used(group, shard, 4 * GIB)
+        filler.used(group, shard, GIB)
     until(lambda: driver.inside == pins.threads() == 4)
     pins.serving()
     assert not pins.settled(0.0)
@@ -161,7 +161,7 @@ def test_an_engine_that_is_ready_waits_for_the_large_ranges_under_way_and_no_oth
     driver.gate.set()
     assert pins.settled(60.0)
     assert filler.wait(60.0)
-    assert driver.registered[:begun] == [GIB] * begun
+    assert driver.registered[:begun] == [256 * MIB] * begun
     assert max(driver.registered[begun:]) == 64 * MIB
     # Once those are over there is one at a time.
     assert driver.most_inside == 1

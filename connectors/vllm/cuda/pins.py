@@ -34,10 +34,12 @@ __all__ = ["SlabPins"]
 
 # An engine that starts beside a daemon with a full pool is asked for it seconds later.
 _STARTING_THREADS: Final = 4
-_STARTING_BYTES: Final = 1 << 30
+# Not more: unpinning one, should its slab be given up later, holds the same lock.
+_STARTING_BYTES: Final = 256 << 20
 _SERVING_BYTES: Final = 64 << 20
-# A call of a range that takes longer than this is followed by smaller ones.
-_LONG_SECONDS: Final = 0.01
+# A call of a range that takes longer than this is followed by smaller ones. A few milliseconds may be
+# Python's lock, which another thread has.
+_LONG_SECONDS: Final = 0.02
 # Rests, in times of what the call took.
 _REST: Final = 2.0
 # Whose last step has been over so long is idle.

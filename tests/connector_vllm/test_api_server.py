@@ -109,9 +109,11 @@ def collector() -> Iterator[Collector]:
 def daemon(
     new_daemon: Any, collector: Collector, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
+    directory = tmp_path_factory.mktemp("daemon")
     running = new_daemon(
-        tmp_path_factory.mktemp("daemon"),
+        directory,
         *("--host-pool", "256MiB", "--log-format", "json"),
+        *("--disk", str(directory / "disk"), "--disk-capacity", "256MiB"),
         OTEL_EXPORTER_OTLP_ENDPOINT=collector.url,
         OTEL_BSP_SCHEDULE_DELAY="100",
     )
@@ -176,8 +178,9 @@ def test_a_request_s_trace_goes_from_its_header_to_the_daemon_and_the_worker(
     server: Server, collector: Collector, until: Callable[..., None]
 ) -> None:
     trace, caller = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    stored = "4bf92f3577b34da6a3ce929d0e0e4736"
     prompt = random.Random(3).choices(range(1000, 40000), k=LENGTH)
-    server.complete(prompt)
+    server.complete(prompt, traceparent=f"00-{stored}-{caller}-01")
     unrelated = random.Random(4).choices(range(1000, 40000), k=20)
 
     def hit() -> bool:
@@ -189,8 +192,8 @@ def test_a_request_s_trace_goes_from_its_header_to_the_daemon_and_the_worker(
 
     until(hit, 200.0)
 
-    def named(name: str) -> list[Any]:
-        return [span for span in collector.named(name) if span.trace_id.hex() == trace]
+    def named(name: str, within: str = trace) -> list[Any]:
+        return [span for span in collector.named(name) if span.trace_id.hex() == within]
 
     until(lambda: named("kvstore.load") and named("kvstore.acquire"), 60.0)
     lookups = {span.span_id for span in named("kvstore.lookup")}
@@ -201,3 +204,13 @@ def test_a_request_s_trace_goes_from_its_header_to_the_daemon_and_the_worker(
     attributes = {a.key: a.value for a in load.attributes}
     assert attributes["kvstore.blocks"].int_value == 4
     assert attributes["kvstore.loaded_bytes"].int_value > 0
+
+    # What the first request computed went from the worker to the daemon and on to its disk.
+    # Engine and daemon export each in their own time.
+    def followed() -> bool:
+        stores = {span.span_id for span in named("kvstore.store", stored)}
+        commits = {s.span_id for s in named("kvstore.commit", stored) if s.parent_span_id in stores}
+        writes = named("kvstore.flush", stored)
+        return bool(writes) and all(span.parent_span_id in commits for span in writes)
+
+    until(followed, 60.0)

@@ -74,7 +74,8 @@ class PoolWait:
         self._seconds = seconds
         self._clock = clock
         self._pause = pause
-        self._made = self._expected = 0
+        # What the daemon said last, if it did.
+        self._room: Any = None
 
     def ask(self) -> None:
         """Have the daemon begin, should it be there; on a thread of its own."""
@@ -111,7 +112,8 @@ class PoolWait:
                 except (KVStoreError, TimeoutError):
                     known = False
                 else:
-                    groups, over = room.groups, self._take(room)
+                    self._room = room
+                    groups, over = room.groups, room.made_bytes >= room.expected_bytes
             if known:
                 patience = min(left, _LOOK_AGAIN_SECONDS)
                 # Of an attachment that has ended nothing is left to fill.
@@ -122,20 +124,18 @@ class PoolWait:
             self._pause(min(left, _ASK_AGAIN_SECONDS))
         return False
 
-    def _take(self, room: Any) -> bool:
-        """Take in the daemon's answer; return whether nothing more is made."""
-        self._made, self._expected = room.made_bytes, room.expected_bytes
-        return self._made >= self._expected
-
     def _tell(self, seconds: float, *, whole: bool) -> None:
-        made, pinned = format_bytes(self._made), format_bytes(self._pins.pinned_bytes)
-        text = "waited %.1f s for host memory: %s made, %s pinned by this worker"
-        if whole:
-            log_once(logging.INFO, text, seconds, made, pinned)
-        elif self._attachment.alive:
-            text += "; %s will be made: until then loads and stores are slower"
-            expected = format_bytes(self._expected)
-            log_once(logging.WARNING, text, seconds, made, pinned, expected)
-        else:
-            text += "; the daemon went away"
-            log_once(logging.WARNING, text, seconds, made, pinned)
+        made, room = "", self._room
+        if room is not None:
+            made = f"{format_bytes(room.made_bytes)} made, "
+            if room.made_bytes < room.expected_bytes:
+                made = (
+                    f"{format_bytes(room.made_bytes)} of {format_bytes(room.expected_bytes)} made, "
+                )
+        pinned = f"{format_bytes(self._pins.pinned_bytes)} pinned by this worker"
+        level, rest = logging.INFO, ""
+        if not whole:
+            level, rest = logging.WARNING, "; the daemon went away"
+            if self._attachment.alive:
+                rest = "; until the rest is, too, loads and stores are slower"
+        log_once(level, "waited %.1f s for host memory: %s%s%s", seconds, made, pinned, rest)

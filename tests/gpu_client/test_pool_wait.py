@@ -135,7 +135,7 @@ def test_an_engine_whose_time_is_up_serves_and_the_rest_is_pinned_beside_it(
     assert rank.waited()
     assert rank.pins.threads() == 1
     assert not rank.pins.pinned_bytes
-    assert said("until then loads and stores are slower")
+    assert said("until the rest is, too, loads and stores are slower")
     rank.runtime.go.set()
     until(lambda: rank.pins.pinned_bytes == POOL // 2)
 

@@ -298,6 +298,14 @@ class EngineMachine(RuleBasedStateMachine):
             for player in self.players:
                 room.unmapped(player.attachment.id, [group])
 
+    @rule(wide=st.booleans())
+    @inside
+    def make_room(self, wide: bool) -> None:
+        evicted = self.world.counts("evicted_blocks_host")
+        made = self.world.engine.make_room(self.spaces[wide].shape)
+        assert made.made_bytes <= made.expected_bytes
+        assert self.world.counts("evicted_blocks_host") == evicted
+
     @rule()
     def let_it_work(self) -> None:
         self.run(asyncio.sleep(0.005))

@@ -25,7 +25,9 @@ def daemon(directory: Path, *flags: str) -> Iterator[tuple[str, str, int]]:
     """Run a daemon; yield its address, its ready line, and its process id."""
     address = f"unix://{directory}/s"
     command = [sys.executable, "-m", "kvstore", "serve", "--state", str(directory / "state")]
-    command += ["--listen", address, "--host-pool", "32MiB", *flags]
+    command += ["--listen", address, "--host-pool", "32MiB"]
+    # What is saved would stay in shared memory after the test.
+    command += ["--no-save-host", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

@@ -12,6 +12,7 @@ from vllm_engine import chosen, generate, make_engine, prompt
 
 from kvstore import Client
 from kvstore.connectors.vllm import guard
+from kvstore.engine.speeds import Speeds
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -166,3 +167,49 @@ def test_daemon_stopped_half_way_through_a_load_and_warm_for_the_next_request(
     warm = generate(llm, prompt(LENGTH, 3))
     assert warm[0].num_cached_tokens == 512
     assert chosen(warm) == cold
+
+
+def test_what_was_declined_is_computed_once_and_loaded_the_next_time(
+    llm: Any, daemon: Any, until: Callable[..., None]
+) -> None:
+    """All is on disk after a start, and the disk is said to be slower than any engine."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
+    attachments = (
+        scheduler._client.attachment,
+        get_kv_transfer_group()._worker._client.attachment,
+    )
+    disk = daemon.directory / "disk"
+
+    def restart(*options: str, between: Callable[[], None] = lambda: None) -> None:
+        assert daemon.stop() == 0
+        until(lambda: not any(a.alive for a in attachments))
+        between()
+        daemon.options = ("--host-pool", "256MiB", "--discard-host", *options)
+        daemon.start()
+        until(lambda: all(a.alive for a in attachments), 60)
+        assert llm.reset_prefix_cache() is True
+
+    def slow() -> None:
+        speeds = Speeds(daemon.directory / "s" / "speeds")
+        store_id = (disk / "store-id").read_text().split()[2]
+        speeds.read_from(bytes.fromhex(store_id), 1000.0, 0.0)
+        line = speeds.line()
+        assert line is not None
+        speeds.write(line)
+
+    on_disk = ("--disk", str(disk), "--disk-capacity", "512MiB")
+    restart(*on_disk)
+    cold = chosen(generate(llm, prompt(LENGTH, 5)))
+    until(lambda: blocks(daemon) == 4)
+    with Client(daemon.address) as client:
+        assert client.flush(60).done
+    restart(*on_disk, between=slow)
+    declined = generate(llm, prompt(LENGTH, 5))
+    assert (declined[0].num_cached_tokens, chosen(declined)) == (0, cold)
+    with Client(daemon.address) as client:
+        until(lambda: client.stats().counters.get("afterwards_blocks") == 4)
+    assert llm.reset_prefix_cache() is True
+    warm = generate(llm, prompt(LENGTH, 5))
+    assert (warm[0].num_cached_tokens, chosen(warm)) == (512, cold)

@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvstore.engine.counters import Counters
-    from kvstore.index import Block, BlockIndex
+    from kvstore.index import Block, BlockIndex, SpaceIndex
     from kvstore.prefetch.promoter import Promoter
-    from kvstore.space import BlockShape
 
 __all__ = ["Afterwards", "SpareRoom"]
 
@@ -60,7 +59,7 @@ _IDLE_SECONDS: Final = 3600.0
 class SpareRoom(Protocol):
     """What it needs of host memory."""
 
-    def spare(self, shape: BlockShape, count: int, older_than: int) -> int:
+    def spare(self, space: SpaceIndex, count: int, older_than: int) -> int:
         """Return for how many blocks there is room that costs nobody anything."""
 
 
@@ -260,9 +259,9 @@ class Afterwards:
         step = self._next_blocks(run)
         if not step:
             return
-        shape = step[0].space.shape
+        space = step[0].space
         newest = max(block.sequence for block in step)
-        fits = self._room.spare(shape, len(step), newest)
+        fits = self._room.spare(space, len(step), newest)
         if not fits:
             # Whatever is in memory was used since, or is nowhere else.
             self._crowded = True
@@ -284,7 +283,7 @@ class Afterwards:
         if came:
             self._crowded = False
         self._counters.counts["afterwards_blocks"] += came
-        self._counters.counts["afterwards_bytes"] += came * shape.block_bytes
+        self._counters.counts["afterwards_bytes"] += came * space.shape.block_bytes
         if MissReason.IO_ERROR in waiter.failures.values():
             self._forget_all()
             return

@@ -292,19 +292,25 @@ class HostRoom:
             free = host.free_blocks(shape) + self._growing(shape, high)
             self._evict(self._index.host_queue(shape), high - free, inline=False)
 
-    def spare(self, shape: BlockShape, count: int, older_than: int) -> int:
+    def spare(self, space: SpaceIndex, count: int, older_than: int) -> int:
         """Return for how many of `count` blocks there is room that costs nobody anything.
 
         That is what is free above what is kept free for those who come, memory that the pool has
-        not taken yet, and copies that are on disk too: these are dropped.
+        not taken yet, and copies that are on disk too: these are dropped. Over the quota of their
+        space, only its own.
 
         Args:
-            shape: of the blocks.
+            space: of the blocks.
             count: how many.
             older_than: drop only blocks of a lower sequence number.
         """
         if self.closed:
             return 0
+        shape, over = space.shape, count - space.host_room
+        if over > 0 and space.own is not None:
+            queue = space.own[TierName.HOST]
+            self._evict(queue, over, older_than, inline=False, pressure=Pressure.QUOTA)
+        count = max(0, min(count, space.host_room))
         total = sum(g.slots for g in self._host.groups() if g.shape == shape)
         room = max(0, self._host.free_blocks(shape) - max(2, total // 25))
         if room < count:

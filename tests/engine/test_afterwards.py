@@ -13,6 +13,7 @@ from kvstore.engine import worth
 from kvstore.engine.afterwards import Afterwards
 from kvstore.engine.events import LeaseDoneEvent
 from kvstore.engine.explainer import explain_request
+from kvstore.index import SpaceLimits
 from kvstore.miss import MissReason
 from kvstore.tiers.faulty import Fault, FaultKind, Faulty
 
@@ -278,6 +279,24 @@ def test_it_makes_room_only_at_the_cost_of_what_was_used_before(
         check(world.engine, quiet=True)
 
     make_world(host_blocks=12).run(story)
+
+
+def test_a_space_stays_within_its_quota(make_world: Make) -> None:
+    """The head of a chain that is longer comes, and what the space used before makes room."""
+
+    async def story(world: World) -> None:
+        player = world.player()
+        old, keys = chain("old", 3), await stored(world, "slow", 8)
+        assert await player.put(old) == 3
+        await world.settle()
+        declined(player, keys, NEVER)
+        now_due(world)
+        await until(lambda: not len(afterwards(world)) and not afterwards(world)._reading)
+        assert (world.tiers(old), world.tiers(keys)) == ("ddd", "bbbbdddd")
+        await world.settle()
+        check(world.engine, quiet=True)
+
+    make_world(default_limits=SpaceLimits(host_bytes=4 * BLOCK)).run(story)
 
 
 def test_declining_counts_as_a_use_of_the_disk(make_world: Make) -> None:

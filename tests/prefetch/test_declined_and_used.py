@@ -25,7 +25,7 @@ async def world_with(*, afterwards: bool) -> tuple[LeaseWorld, Afterwards]:
     world = LeaseWorld(RATE, BLOCK, COMPUTE)
     world.promoter.start()
     await world.measured()
-    room = SimpleNamespace(spare=lambda shape, count, older_than: count)
+    room = SimpleNamespace(spare=lambda space, count, older_than: count)
     worth = cast("Any", world.leases)._worth
     after = Afterwards(
         world.index,

@@ -353,7 +353,7 @@ class Promoter:
         batch: list[Move] = []
         room = 0
         now = asyncio.get_running_loop().time()
-        while (job := self._queue.pick(lambda shape: self._fits(shape, batch))) is not None:
+        while (job := self._pick(batch)) is not None:
             assert isinstance(job, WaiterJob)
             if job.deadline <= now:
                 self._drop(job)
@@ -380,9 +380,11 @@ class Promoter:
             self._queue.remove(job)
         return batch
 
-    def _fits(self, shape: Hashable, batch: Sequence[Move]) -> bool:
-        """Return whether blocks of a shape may join a batch."""
-        return shape == batch[0].block.space.shape if batch else shape not in self._stalled
+    def _pick(self, batch: Sequence[Move]) -> Job[Move] | None:
+        """Return the job that goes next, of those whose blocks may join a batch."""
+        if not batch:
+            return self._queue.pick(lambda shape: shape not in self._stalled)
+        return self._queue.pick(lambda shape: shape == batch[0].block.space.shape, filling=True)
 
     def _next_move(self, job: WaiterJob) -> Move | None:
         """Return the first move that a job wants and nobody has begun; it stays where it is."""

@@ -188,11 +188,15 @@ class JobQueue(Generic[Item]):
         if not line.jobs:
             del self._lines[job.priority]
 
-    def pick(self, among: Callable[[Hashable], bool] = lambda _: True) -> Job[Item] | None:
+    def pick(
+        self, among: Callable[[Hashable], bool] = lambda _: True, *, filling: bool = False
+    ) -> Job[Item] | None:
         """Return the job that goes next; it stays in the queue.
 
         Args:
             among: of a kind, whether it can be served now.
+            filling: it gets what others have left of a batch, which may be of another kind, or
+                too little for it: the oldest does not spend its turn on that.
         """
         for priority in sorted(self._lines, reverse=True):
             line = self._lines[priority]
@@ -200,7 +204,7 @@ class JobQueue(Generic[Item]):
             if first is None:
                 continue
             chosen = first
-            if line.front_picks >= FRONT_PICKS:
+            if line.front_picks >= FRONT_PICKS and not filling:
                 line.front_picks = 0
                 chosen = line.oldest(among) or first
             else:

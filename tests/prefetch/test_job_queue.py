@@ -71,6 +71,23 @@ def test_a_long_job_is_picked_every_fourth_time_and_ends() -> None:
         assert since <= 3
 
 
+def test_the_turn_of_the_oldest_is_not_spent_on_what_is_left_of_anothers_batch() -> None:
+    """Two kinds, and batches of two jobs: every fourth pick would be one that it cannot have."""
+    long = job(1 << 30, kind="other")
+    queue = queue_of(long, *(job(10) for _ in range(20)))
+    firsts = []
+    for _ in range(6):
+        first = queue.pick()
+        assert first is not None
+        firsts.append(first)
+        kind = first.kind
+        filled = queue.pick(lambda other, kind=kind: other == kind, filling=True)  # type: ignore[misc]
+        for one in {first, filled} - {long, None}:
+            assert one is not None
+            queue.remove(one)
+    assert firsts.count(long) >= 2
+
+
 def test_who_was_told_when_it_ends_is_overtaken_by_as_much_as_it_can_spare() -> None:
     long = job(100, slack=25)
     shorts = [job(10) for _ in range(4)]

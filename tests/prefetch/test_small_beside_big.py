@@ -61,3 +61,28 @@ def test_small_jobs_that_come_at_random_wait_little_longer_than_without_the_big_
     waits, alone = run_in_virtual_time(waits_beside_a_big_one(lambda: dice.expovariate(0.5 / OWN)))
     assert p95(alone) > 3 * OWN
     assert p95(waits) <= 1.6 * p95(alone)
+
+
+def test_single_blocks_of_which_two_do_not_fit_a_batch_do_not_starve_the_big_one() -> None:
+    """Its turn is not spent on what others leave of a batch."""
+
+    async def story() -> None:
+        block = 2 * BLOCK
+        world = PromoterWorld(RATE, block)
+        world.promoter.start()
+        await world.measured()
+        big = world.ask(world.chain(20))
+        asked = 0
+
+        async def keep_asking() -> None:
+            nonlocal asked
+            while not big.done.done() and asked < 1000:
+                asked += 1
+                await world.ask(world.chain(1)).done
+
+        await asyncio.gather(*(keep_asking() for _ in range(16)))
+        assert asked < 200
+        await big.done
+        await world.promoter.stop()
+
+    run_in_virtual_time(story())

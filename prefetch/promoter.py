@@ -32,7 +32,7 @@ from kvstore.tiers.base import Outcome, Transfer
 from kvstore.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvstore.index import Block, BlockIndex, SpaceIndex
     from kvstore.space import BlockShape

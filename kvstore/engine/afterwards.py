@@ -34,6 +34,7 @@ from kvstore.engine.waiting import RunWaiter
 from kvstore.engine.wake import Signal
 from kvstore.engine.warm_up import PRIORITY
 from kvstore.miss import MissReason
+from kvstore.tiers.base import TierName
 from kvstore.units import MIB
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class SpareRoom(Protocol):
     """What it needs of host memory."""
 
     def spare(self, space: SpaceIndex, count: int, older_than: int) -> int:
-        """Return for how many blocks there is room that costs nobody anything."""
+        """Return for how many of a space's blocks there is room that costs nobody anything."""
 
 
 @dataclass(eq=False, slots=True)
@@ -299,14 +300,14 @@ class Afterwards:
             size = block.space.shape.block_bytes
             above = block.parent
             if block.dead or not (
-                above is None or above.host is not None or (step and above is step[-1])
+                above is None or above.fastest_tier < TierName.DISK or (step and above is step[-1])
             ):
                 # It cannot be reached in memory, nor can what hangs on it.
                 self._forget_run(run)
                 break
             if block.host is None and block.disk is not None:
                 most = most or self._promoter.path.quantum(_STEP_SECONDS, size, _STEP_BYTES)
-                if (len(step) + 1) * size > most:
+                if step and (len(step) + 1) * size > most:
                     break
                 step.append(block)
             self._forget(block)

@@ -296,8 +296,8 @@ class HostRoom:
         """Return for how many of `count` blocks there is room that costs nobody anything.
 
         That is what is free above what is kept free for those who come, memory that the pool has
-        not taken yet, and copies that are on disk too: these are dropped. Over the quota of their
-        space, only its own.
+        not taken yet, and copies that are on disk too: these are dropped, for a quota the space's
+        own.
 
         Args:
             space: of the blocks.
@@ -306,10 +306,12 @@ class HostRoom:
         """
         if self.closed:
             return 0
-        shape, over = space.shape, count - space.host_room
-        if over > 0 and space.own is not None:
-            queue = space.own[TierName.HOST]
-            self._evict(queue, over, older_than, inline=False, pressure=Pressure.QUOTA)
+        shape = space.shape
+        missing = min(count - space.host_room, _OWN_AT_ONCE)
+        if missing > 0 and space.own is not None:
+            own, why = space.own[TierName.HOST], Pressure.QUOTA
+            gone = self._evict(own, missing, older_than, inline=False, pressure=why)
+            self._counters.counts["quota_evicted_blocks_host"] += gone
         count = max(0, min(count, space.host_room))
         total = sum(g.slots for g in self._host.groups() if g.shape == shape)
         room = max(0, self._host.free_blocks(shape) - max(2, total // 25))

@@ -332,4 +332,4 @@ class Worth:
             self._probed = now
             size = cold[0].space.shape.block_bytes
             worth = path.quantum(_PROBE_BUSY_SECONDS, size)
-            promoter.request(cold[: worth // size], self._probe, _PROBE_PRIORITY)
+            promoter.request(cold[: max(1, worth // size)], self._probe, _PROBE_PRIORITY)

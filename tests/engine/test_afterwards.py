@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 from engine_invariants import check
-from engine_world import Gate, Player, World, chain, until
+from engine_world import SLOT_BYTES, Gate, Player, World, chain, spec_of, until
 
+from kvstore.engine import afterwards as afterwards_module
 from kvstore.engine import worth
 from kvstore.engine.afterwards import Afterwards
 from kvstore.engine.events import LeaseDoneEvent
@@ -319,6 +320,42 @@ def test_declining_counts_as_a_use_of_the_disk(make_world: Make) -> None:
         touched = [world.block(key).sequence for key in keys]
         assert min(touched) > newest
         assert touched == sorted(touched, reverse=True)
+
+    make_world().run(story)
+
+
+def test_a_quota_is_no_reason_to_push_out_what_is_others(make_world: Make) -> None:
+    """What the quota does not let in takes no room from anybody."""
+
+    async def story(world: World) -> None:
+        keys, theirs = await stored(world, "slow", 6), chain("theirs", 12)
+        await world.engine.limits.change(world.space, {"host_bytes": 2 * SLOT_BYTES})
+        other, player = await world.engine.open_space(spec_of("other")), world.player()
+        assert await player.put(theirs, space=other) == 12
+        await world.settle()
+        in_host = other.host_blocks
+        declined(player, keys, NEVER)
+        assert world.engine.promoter is not None
+        world.engine.promoter.path.recall(1e9, 0.0)  # all of it in one step
+        now_due(world)
+        await until(lambda: not len(afterwards(world)) and not afterwards(world)._reading)
+        await world.settle()
+        assert world.tiers(keys) == "bbdddd"
+        assert other.host_blocks >= in_host - 2
+        check(world.engine, quiet=True)
+
+    make_world(host_blocks=12).run(story)
+
+
+def test_a_block_larger_than_a_step_is_a_step(
+    make_world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(afterwards_module, "_STEP_BYTES", BLOCK // 2)
+
+    async def story(world: World) -> None:
+        keys = await stored(world, "slow", 4)
+        declined(world.player(), keys)
+        await until(lambda: world.tiers(keys) == "bbbb")
 
     make_world().run(story)
 

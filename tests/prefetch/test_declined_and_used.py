@@ -12,6 +12,7 @@ from virtual_time import run_in_virtual_time
 
 from kvstore.engine.afterwards import Afterwards
 from kvstore.engine.counters import Counters
+from kvstore.tiers.base import Slot
 from kvstore.units import KIB
 
 BLOCK = 256 * KIB
@@ -59,6 +60,20 @@ def test_the_first_computes_and_the_next_one_loads() -> None:
         question = world.load(chain)
         assert question.first_token(COMPUTE) == 0
         assert (len(after), after.noted_bytes) == (0, 0)
+        await after.stop()
+        await world.promoter.stop()
+
+    run_in_virtual_time(story())
+
+
+def test_what_hangs_on_a_block_in_the_gpu_pool_only_comes_as_well() -> None:
+    async def story() -> None:
+        world, after = await world_with(afterwards=True)
+        chain = world.chain(8)
+        world.index.put_gpu(chain[0], Slot(1 << 31, 0))
+        after.note(chain[1:], 0.0)
+        await asyncio.sleep(1.05 * 8 * BLOCK / RATE + 0.02)
+        assert in_memory(chain) == 7
         await after.stop()
         await world.promoter.stop()
 

@@ -111,13 +111,11 @@ class SchedulerSide:
     def set_workers(self, infos: list[WorkerInfo]) -> None:
         """Take in the workers' handshakes."""
         self._roster.admit(infos)
-        if self._roster.complete:
-            if self._roster.devices:
-                self._client.attachment.use_devices(self._roster.devices)
-            if any(info.attachment_id for info in infos):
-                # The workers have found the daemon. Once the engine serves, what attaching needs of
-                # Python's lock comes between steps: its first second of prompts was computed.
-                self._client.attachment.wait_active(_ATTACH_SECONDS)
+        if self._roster.complete and self._roster.devices:
+            self._client.attachment.use_devices(self._roster.devices)
+        if self._roster.complete and any(info.attachment_id for info in infos):
+            # The workers have found it. Later, what this needs of Python's lock comes between steps.
+            self._client.attachment.wait_active(_ATTACH_SECONDS)
 
     def on_new_request(self, request: Any) -> None:
         """Send Acquire at once: the answer is on its way while the request waits in the queue."""
@@ -156,6 +154,7 @@ class SchedulerSide:
         track.asked_blocks = len(keys)
         track.asked_at = self._clock()
         track.turn_at = track.asked_at + queued
+        track.arrivals = track.view.stored.arrivals if track.view else 0
         span = begin_lookup(track, len(keys))
         with tracing.using(span):
             track.asked = space.acquire(
@@ -247,7 +246,7 @@ class SchedulerSide:
             return self._ask_again(track, view, local_tokens, now)
         track.stored = max(track.stored, blocks)
         if not growing and track.answered_at is None:
-            view.learned(lease, track.keys(self.engine.group_blocks))
+            view.learned(lease, track.keys(self.engine.group_blocks), track.arrivals)
         block_tokens = self.engine.block_tokens
         if growing and now - track.turn_at < self.settings.disk_wait_seconds:
             missing = (track.asked_blocks - blocks) * block_tokens

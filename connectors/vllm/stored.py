@@ -16,12 +16,18 @@ _MOST_KEYS: Final = 1 << 16
 
 
 class StoredKeys:
-    """Keys on their way, and a bounded memory of those that arrived."""
+    """Keys on their way, and a bounded memory of those that arrived.
+
+    Attributes:
+        arrivals: how often a key has arrived.
+    """
 
     def __init__(self) -> None:
         """Know nothing."""
         self._under_way: set[bytes] = set()
-        self._arrived: OrderedDict[bytes, None] = OrderedDict()
+        # With how many had arrived until then.
+        self._arrived: OrderedDict[bytes, int] = OrderedDict()
+        self.arrivals = 0
 
     def __contains__(self, key: bytes) -> bool:
         """Return whether a key needs no storing."""
@@ -38,7 +44,8 @@ class StoredKeys:
         """The store is over."""
         self._under_way.discard(key)
         if arrived:
-            self._arrived[key] = None
+            self.arrivals += 1
+            self._arrived[key] = self.arrivals
             if len(self._arrived) > _MOST_KEYS:
                 self._arrived.popitem(last=False)
 
@@ -48,10 +55,18 @@ class StoredKeys:
             self._arrived.pop(key, None)
             self._under_way.discard(key)
 
-    def gone(self, keys: Iterable[bytes]) -> None:
-        """The daemon does not have these; what is on its way is on its way all the same."""
+    def gone(self, keys: Iterable[bytes], arrivals: int) -> None:
+        """The daemon did not have these when it was asked.
+
+        What is on its way is on its way all the same, and what has arrived since then is there.
+
+        Args:
+            keys: any.
+            arrivals: when it was asked.
+        """
         for key in keys:
-            self._arrived.pop(key, None)
+            if self._arrived.get(key, arrivals + 1) <= arrivals:
+                del self._arrived[key]
 
     def clear(self) -> None:
         """Forget everything."""

@@ -72,6 +72,7 @@ class Track:
         asked: an Acquire under way.
         asked_blocks: how many keys it names.
         asked_at: when it was sent.
+        arrivals: of the view's `stored` then.
         turn_at: when the requests before this one were thought to be computed, at the earliest.
         lease: its answer.
         local_tokens: tokens that the engine had by itself, as last told.
@@ -95,6 +96,7 @@ class Track:
     asked: Future[Any] | None = None
     asked_blocks: int = 0
     asked_at: float = 0.0
+    arrivals: int = 0
     turn_at: float = 0.0
     lease: Lease | None = None
     local_tokens: int = 0

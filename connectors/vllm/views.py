@@ -126,10 +126,16 @@ class View:
         self.wait_open(seconds)
         return self.space()
 
-    def learned(self, lease: Lease, keys: Keys) -> None:
-        """Take note of what a lease on some keys, that grows no more, says of those it lacks."""
+    def learned(self, lease: Lease, keys: Keys, arrivals: int) -> None:
+        """Take note of what a lease on some keys, that grows no more, says of those it lacks.
+
+        Args:
+            lease: the answer; the request may have waited in the queue since it was given.
+            keys: that were asked for.
+            arrivals: of `stored` when they were.
+        """
         if lease.miss.reason in _GONE:
-            self.stored.gone(keys[lease.blocks :])
+            self.stored.gone(keys[lease.blocks :], arrivals)
         elif lease.miss.reason in _ELSEWHERE:
             for key in keys[lease.blocks : lease.present]:
                 self.stored.end(key, arrived=True)

@@ -306,9 +306,9 @@ def test_blocks_handed_out_again_while_their_store_runs(
     copier: Any = engine.ranks[0].worker._copier
     copy = copier._store
 
-    def slow(blocks: Any, run: Any) -> bool:
+    def slow(*arguments: Any) -> bool:
         time.sleep(0.03)
-        done: bool = copy(blocks, run)
+        done: bool = copy(*arguments)
         return done
 
     copier._store = slow
@@ -433,6 +433,20 @@ def test_what_is_being_stored_is_not_stored_twice(daemon: FakeDaemon) -> None:
     first, second = engine.add(prompt(8 * B), 2), engine.add(prompt(8 * B), 2)
     engine.run(first, second)
     assert daemon.commits.count(1) == len(daemon.blocks) == 8
+    assert daemon.commits.count(3) == 0
+    engine.close()
+    quiet(daemon)
+
+
+def test_what_was_stored_since_it_was_looked_up_is_not_stored_twice(daemon: FakeDaemon) -> None:
+    """Requests of one prefix that wait in the queue were all told that nothing is there."""
+    engine = MiniEngine(daemon, local=True, step_tokens=8 * B)
+    engine.run(engine.add(prompt(4 * B, 9), 2))  # slots are there
+    for number in range(6):
+        engine.add(prompt(8 * B) + prompt(8 * B, 10 + number), 1)
+    while engine.all:
+        engine.step()
+        engine.settle()
     assert daemon.commits.count(3) == 0
     engine.close()
     quiet(daemon)

@@ -278,6 +278,29 @@ def test_a_slow_store_is_given_up_when_its_blocks_get_new_owners(make: Make) -> 
     assert (world.memory[0].reshape(GROUP_BLOCKS, -1)[2] == pattern(1, 3)).all()
 
 
+def test_a_slow_store_has_not_begun_before_its_step_is_over(make: Make) -> None:
+    """Who prepares the next step, and hands its blocks out, would wait for that one to end."""
+    world = make(Route.RING, reach=PAGEABLE)
+    waited_for, over = threading.Event(), threading.Event()
+
+    def step() -> None:
+        waited_for.set()
+        assert over.wait(60)
+
+    world.cuda.launch(COMPUTE, step)
+    store = world.store([1, 2, 3, 4], 0)
+    assert waited_for.wait(60)
+    reused = threading.Thread(target=world.copier.reuse, args=(np.array([3], np.int32),))
+    reused.start()
+    reused.join(20)
+    try:
+        assert not reused.is_alive()
+    finally:
+        over.set()
+    assert store.wait() is False
+    assert not world.memory.any()
+
+
 def test_a_slow_store_under_way_is_given_up_between_two_chunks(make: Make) -> None:
     """The engine waits until nothing reads its blocks, and for no more."""
     world = make(Route.RING, reach=PAGEABLE)

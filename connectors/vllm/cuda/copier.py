@@ -123,7 +123,9 @@ class CudaCopier:
         # Pinning takes seconds: the first copies may well need it. Made here, because an engine may
         # capture CUDA graphs next, which other threads must not disturb.
         self._detour: Final = Detour(
-            lambda to_cache: make_pipe(to_cache=to_cache, bounce=True), self._use_device
+            lambda to_cache: make_pipe(to_cache=to_cache, bounce=True),
+            self._use_device,
+            device.event_synchronize,
         )
         self._late_loads: Final = Lane("kvstore-late", self._use_device)
         self._events: Final = Events(device)

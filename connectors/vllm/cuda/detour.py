@@ -28,16 +28,23 @@ _MOST_BYTES: Final = 4 << 30
 class Detour:
     """A thread and a pipe per direction. Every method returns at once, but for `synchronize`."""
 
-    def __init__(self, make_pipe: Callable[[bool], Pipe], begin: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        make_pipe: Callable[[bool], Pipe],
+        begin: Callable[[], None],
+        wait: Callable[[int], None],
+    ) -> None:
         """Take buffers, start the threads.
 
         Args:
             make_pipe: makes one that bounces; told whether it leads to the KV cache.
             begin: called on each thread first.
+            wait: waits for an event.
         """
         ways = (True, False)
         self._pipes: Final = {to_cache: make_pipe(to_cache) for to_cache in ways}
         self.lanes: Final = {to_cache: Lane("kvstore-bounce", begin) for to_cache in ways}
+        self._wait = wait
         self._guard = threading.Lock()
         self.stored_bytes = 0
 
@@ -67,6 +74,9 @@ class Detour:
         def work() -> None:
             try:
                 job = None if flight.given_up else make_job()
+                if job is not None and not to_cache:
+                    # Its first chunk would wait for it, and so would an engine that wants the blocks.
+                    self._wait(flight.begun)
                 with self._guard:
                     flight.begun_by_cpu = job is not None and not flight.given_up
                 if job is not None and flight.begun_by_cpu:

@@ -303,8 +303,12 @@ class HostTier(PoolSlots, Tier):
             self._grower = asyncio.get_running_loop().create_task(self._grow())
 
     def stop_growing(self) -> None:
-        """Owe nobody anything any more: a group that is being made is the last, until `want`."""
+        """Owe nobody anything any more: a group that is being made is the last, until `want`.
+
+        Its end is waited for, so it does not give way any more.
+        """
         self._owed.clear()
+        self._hurry.set()
 
     def coming_blocks(self, shape: BlockShape) -> int:
         """Return how many slots are on their way, as far as there is room for them."""

@@ -66,7 +66,8 @@ class Engine(Assembly):
         # The first prompts come soon, and faster than memory is taken from the system.
         capacity = self.host.capacity_bytes
         begin = min(capacity // _FIRST_PART // space.shape.block_bytes, space.host_quota)
-        self.host.want(space.shape, max(1, begin))
+        if not self.room.closed:
+            self.host.want(space.shape, max(1, begin))
         return space
 
     def make_room(self, shape: BlockShape) -> Made:

@@ -177,10 +177,13 @@ def test_what_does_not_fit_is_refused_and_a_daemon_that_stops_makes_nothing(
 def test_a_stop_does_not_wait_for_a_pool_that_is_being_made(
     make_world: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor for one that gives way to others, nor for memory of a space that opens meanwhile."""
     begun, go = threading.Event(), threading.Event()
+    hurries: list[Any] = []
     make_slabs = slab_making.make_slabs
 
     def held(*arguments: Any) -> Any:
+        hurries.append(arguments[-1])
         begun.set()
         assert go.wait(60.0)
         return make_slabs(*arguments)
@@ -191,9 +194,13 @@ def test_a_stop_does_not_wait_for_a_pool_that_is_being_made(
         monkeypatch.setattr(host, "make_slabs", held)
         world.engine.make_room(NARROW)
         await until(begun.is_set)
+        assert not hurries[0].set_already
         await world.engine.quiesce(5.0)
+        assert hurries[0].set_already
+        await world.engine.open_space(spec_of("wide", (WIDE.slot_bytes,)))
         go.set()
         await until(lambda: not world.host.allocating)
+        assert not taken(world, WIDE)
         assert before < taken(world, NARROW) <= before + world.host.capacity_bytes // 4
 
     make_world(host_blocks=256, disk_blocks=0).run(story)

@@ -139,6 +139,9 @@ class View:
         elif lease.miss.reason in _ELSEWHERE:
             for key in keys[lease.blocks : lease.present]:
                 self.stored.end(key, arrived=True)
+            # A daemon that does not say names no more than what it leased.
+            if lease.present > lease.blocks and lease.miss.reason is not MissReason.LEASE_CAP:
+                self.stored.gone(keys[lease.present :], arrivals)
 
     def failed(self, error: KVStoreError) -> None:
         """Take note of a call on the space that failed.

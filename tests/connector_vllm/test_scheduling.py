@@ -416,13 +416,21 @@ def test_what_is_on_disk_and_declined_is_not_stored_again(daemon: FakeDaemon) ->
         if len(daemon.blocks) == 12:
             break
     assert daemon.commits == [1] * 4
+    # Also when what comes before it is declined all the same.
+    daemon.evict(list(daemon.blocks)[6:])
+    for _ in range(100):
+        other.run(other.add(prompt(8 * B), 2))
+        other.settle()
+        if len(daemon.blocks) == 8:
+            break
+    assert daemon.commits == [1] * 6
     daemon.evict(list(daemon.blocks)[3:])
     for _ in range(100):
         other.run(other.add(prompt(8 * B), 2))
         other.settle()
         if len(daemon.blocks) == 8:
             break
-    assert daemon.commits == [1] * 9
+    assert daemon.commits == [1] * 11
     other.close()
     quiet(daemon)
 

@@ -57,6 +57,11 @@ class Move:
     jobs: dict[WaiterJob, None] = field(default_factory=dict)
     state: MoveState = MoveState.QUEUED
 
+    def comes_for(self, priority: int) -> bool:
+        """Whether it comes without another job of a class: it is under way, or wanted as urgently."""
+        moving = self.state is MoveState.MOVING
+        return moving or any(job.priority >= priority for job in self.jobs)
+
 
 class WaiterJob(Job[Move]):
     """A job, and what it comes to.

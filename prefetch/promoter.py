@@ -175,10 +175,10 @@ class Promoter:
             move = self._moves.get(block)
             if move is None:
                 move = self._moves[block] = Move(block)
-                job.brought += shape.block_bytes
                 self._bytes += shape.block_bytes
                 self._index.hold_disk(block)
             if job not in move.jobs:
+                job.brought += 0 if move.comes_for(priority) else shape.block_bytes
                 move.jobs[job] = None
                 job.moves += 1
                 job.left += shape.block_bytes
@@ -218,7 +218,7 @@ class Promoter:
                 moving += size
             else:
                 shared.append(move)
-        brought = own - moving - size * len(shared)
+        brought = own - moving - size * sum(move.comes_for(priority) for move in shared)
         before, behind = self._queue.around(priority, own, brought, job)
         queued = self._bytes - self.path.in_flight - size * len(shared)
         ahead = max(0, min(queued, self._apart(before, shared)))

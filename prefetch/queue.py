@@ -44,8 +44,8 @@ class Job(Generic[Item]):
         items: what is still to be begun, in order. Whoever takes one out looks whether it still
             is: the queue does not follow what happens to them.
         left: bytes that have not arrived.
-        brought: bytes that nobody else had asked for before it: what others have to come for
-            anyway costs them no time when it goes before them.
+        brought: bytes that nobody else of its class or above had asked for before it: what others
+            have to come for anyway costs them no time when it goes before them.
         moving: of these, bytes that are on their way.
         order: of arrival.
         batches: how often it was picked.

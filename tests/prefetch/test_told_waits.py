@@ -100,6 +100,26 @@ def test_who_wants_the_beginning_of_what_another_waits_for_takes_nothing_from_it
     assert [question.loaded for question in beginnings] == [20] * 12
 
 
+async def _hinted() -> Question:
+    """Ask for short chains at a low priority, then for a long one, and then for the short ones."""
+    world = await world_of(0.6)
+    shorts = [world.chain(10) for _ in range(30)]
+    for chain in shorts:
+        world.ask(chain, priority=-5)
+    long = world.load(world.chain(100))
+    for chain in shorts:
+        world.load(chain)
+        await asyncio.sleep(0.1)
+    await ended(world)
+    return long
+
+
+def test_what_was_hinted_at_before_costs_a_wait_as_much_as_anything_else() -> None:
+    """It would come after the wait: asked for now, it goes before as far as that can be spared."""
+    long = run_in_virtual_time(_hinted())
+    assert long.first_token(COMPUTE) < 4.05
+
+
 async def _beside_a_hint(load: float, blocks: int) -> tuple[float, float]:
     """Return what a wait took beside a hint without end, and what it was predicted to take."""
     world = await world_of(load)

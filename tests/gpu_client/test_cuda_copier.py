@@ -278,6 +278,28 @@ def test_a_slow_store_is_given_up_when_its_blocks_get_new_owners(make: Make) -> 
     assert (world.memory[0].reshape(GROUP_BLOCKS, -1)[2] == pattern(1, 3)).all()
 
 
+@pytest.mark.parametrize("route", [Route.RING, Route.KERNEL])
+def test_many_loads_behind_a_long_step_are_submitted_without_waiting_for_it(
+    make: Make, route: Route
+) -> None:
+    """What kernels work from has so many places; they are free again when the step is over."""
+    world = make(route)
+    world.fill(0, 1)
+    engine, over = threading.get_ident(), threading.Event()
+    synchronize = world.cuda.event_synchronize
+
+    def wait(event: int) -> None:
+        assert threading.get_ident() != engine
+        assert over.wait(60)
+        synchronize(event)
+
+    world.cuda.event_synchronize = wait  # type: ignore[method-assign]
+    loads = [world.load([4, 5, 6, 7], 0) for _ in range(80)]
+    over.set()
+    assert all(load.wait().all() for load in loads)
+    assert (world.cache[:, 6] == pattern(1, 2)).all()
+
+
 def test_a_slow_store_has_not_begun_before_its_step_is_over(make: Make) -> None:
     """Who prepares the next step, and hands its blocks out, would wait for that one to end."""
     world = make(Route.RING, reach=PAGEABLE)

@@ -55,6 +55,9 @@ _BOUNCE_CHUNK_BYTES: Final = 16 << 20
 # blocks; and a load is reported early only while no more than this is on its way, because the
 # compute stream, and whoever comes next, waits for it.
 _INBOUND_BYTES: Final = 2 << 30
+# The same where each is small: it uploads rows at least once, and a pipe takes twice as many uploads
+# before it waits for the first one, which comes after the engine's last step.
+_INBOUND_LOADS: Final = 32
 
 
 class CudaCopier:
@@ -134,9 +137,9 @@ class CudaCopier:
         self._guard = threading.Lock()
         self._changed = threading.Condition(self._guard)
         self._early = 0
-        # Loads of host slots that are not submitted yet, in order, and bytes of those that are.
+        # Loads of host slots that are not submitted yet, in order, and how many are, of how much.
         self._queue: deque[tuple[Flight, Job]] = deque()
-        self._inbound = 0
+        self._inbound = self._inbound_loads = 0
         self._submitting = threading.Lock()
         self._closed = False
 
@@ -252,10 +255,12 @@ class CudaCopier:
         with self._submitting:
             while True:
                 with self._guard:
-                    if not self._queue or self._inbound >= self._inbound_bytes:
+                    full = self._inbound_loads >= _INBOUND_LOADS
+                    if not self._queue or full or self._inbound >= self._inbound_bytes:
                         return
                     flight, job = self._queue.popleft()
                     self._inbound += flight.length
+                    self._inbound_loads += 1
                 try:
                     submit(self._in, flight, job, to_cache=True)
                 except Exception as error:  # noqa: BLE001 - the boundary: fail this load
@@ -318,6 +323,8 @@ class CudaCopier:
                 # Who settles waits for this, and so do loads that are not submitted yet.
                 with self._changed:
                     self._inbound -= flight.length
+                    # Those that passed the queue have a length.
+                    self._inbound_loads -= flight.length > 0
                     self._early -= landed is not None
                     self._changed.notify_all()
 

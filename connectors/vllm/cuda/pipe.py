@@ -36,7 +36,7 @@ U64 = NDArray[np.uint64]
 _BUFFERS: Final = 3
 # Rows that one upload may have, and uploads before the first one's pinned memory is used again.
 _ROWS: Final = 2048
-_UPLOADS: Final = 16
+_UPLOADS: Final = 64
 # How many programs a kernel is given. Between staging and KV cache a few keep up with the bus;
 # over the bus itself more must be in flight; within the GPU's memory all multiprocessors work.
 _RING_PROGRAMS: Final = 16
@@ -326,7 +326,7 @@ class Pipe:
         """Upload rows, `_ROWS` at most; return the first one's number."""
         slot = self._upload_number % _UPLOADS
         if self._upload_number >= _UPLOADS:
-            # Sixteen copies later its upload is over, unless the compute stream is far behind.
+            # So many copies later its upload is over, unless the compute stream is far behind.
             self._cuda.event_synchronize(self._uploaded[slot])
         self._upload_number += 1
         first = slot * _ROWS

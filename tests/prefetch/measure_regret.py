@@ -110,6 +110,7 @@ async def replay(
     half = len(requests) // 2
     seen = {key for _, keys in requests[:half] for key in keys}
     loop = asyncio.get_running_loop()
+    await asyncio.sleep(1.0)  # a question that has ended at 0 would not have ended
     begin = loop.time() - requests[half][0]
     for at, keys in requests[half:]:
         run = next((i for i, key in enumerate(keys) if key not in seen), len(keys))

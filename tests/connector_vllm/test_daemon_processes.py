@@ -26,7 +26,7 @@ LENGTH = 530  # four stored blocks of 128 tokens, 18 left
 def daemon(new_daemon: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     running = new_daemon(tmp_path_factory.mktemp("d"), "--host-pool", "256MiB").start()
     yield running
-    running.kill()
+    running.end()
 
 
 @pytest.fixture(scope="module")

@@ -259,10 +259,14 @@ class CpuCopier:
             self._reading[block] = reading
 
         def copy() -> None:
-            reading.wait_turn()
-            copied = self._store(blocks, run, reading)
-            reading.over.set()
-            done(copied)
+            copied = False
+            try:
+                reading.wait_turn()
+                copied = self._store(blocks, run, reading)
+            finally:
+                # Whatever happens: the engine's thread waits for this.
+                reading.over.set()
+                done(copied)
 
         self._stores.submit(copy)
         for other in {r for r in self._reading.values() if r.over.is_set()}:

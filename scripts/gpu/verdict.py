@@ -17,12 +17,15 @@ from typing import Any
 Row = tuple[str, float | None, float, bool | None]
 
 
-def _rounds(row: dict[str, Any], what: str) -> list[float]:
-    """Return the medians of the valid rounds of a kind."""
+def _rounds(row: dict[str, Any], what: str, first: int = 0) -> list[float]:
+    """Return the medians of the valid rounds of a kind, from one on."""
     return [
         value["p50"]
         for name, value in row.items()
-        if name.startswith(f"{what}_") and isinstance(value, dict) and "invalid" not in value
+        if name.startswith(f"{what}_")
+        and isinstance(value, dict)
+        and "invalid" not in value
+        and int(name.removeprefix(f"{what}_")) >= first
     ]
 
 
@@ -33,7 +36,7 @@ def _best(row: dict[str, Any] | None, what: str) -> float | None:
 
 
 def _over_own(row: dict[str, Any] | None, first: int = 0) -> float | None:
-    rounds = _rounds(row or {}, "warm")[first:]
+    rounds = _rounds(row or {}, "warm", first)
     warm = statistics.median(rounds) if rounds else None
     own = (row or {}).get("own_hit", {}).get("p50")
     return None if warm is None or own is None else warm - own

@@ -8,7 +8,7 @@ from typing import Any
 
 from fleet import Fleet, Result, Run, daemon_account, hosts, mode_of
 from modes import SMALL, Mode, gpu_used_mib, random_model
-from storm import compared
+from storm import compared, usual
 
 from kvstore.cli.plain import plain
 from kvstore.client import Client
@@ -76,14 +76,7 @@ def part_correct(run: Run) -> None:
         note("tokens_cold_equal", cold["tokens"] == reference["tokens"])
         note("own_hit_equal_cold", own["tokens"] == reference["tokens"])
         run.say(f"correct: {found}")
-        storm = {
-            "seed": 11,
-            "count": arguments.storm,
-            "bases": 12,
-            "longest": 2 * arguments.prompt,
-            "max_tokens": 24,
-            "abort": 0.25,
-        }
+        storm = usual(run, arguments.storm)
         for name in fleet.names:
             fleet.ask(name, "reset")
         calm = fleet.ask("none", "storm", pace=1, **storm)

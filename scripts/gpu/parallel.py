@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fleet import Fleet, Result, Run, daemon_account, hosts
 from modes import SMALL, Mode, random_model
-from storm import compared
+from storm import compared, usual
 
 from kvstore.cli.plain import plain
 from kvstore.client import Client
@@ -104,14 +104,7 @@ def part_parallel(run: Run) -> None:
                     for tier in ("gpu", "host"):
                         note(f"evicted_{tier}", str(space.evict(tier=tier)))
             note("contexts_after_loads", _contexts())
-            storm = {
-                "seed": 11,
-                "count": arguments.storm // 2,
-                "bases": 12,
-                "longest": 2 * arguments.prompt,
-                "max_tokens": 24,
-                "abort": 0.25,
-            }
+            storm = usual(run, arguments.storm // 2)
             for name in fleet.names:
                 fleet.ask(name, "reset")
             calm = fleet.ask("none", "storm", pace=1, **storm)

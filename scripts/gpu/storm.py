@@ -59,20 +59,26 @@ def compared(one: Result, other: Result) -> Result:
     }
 
 
-def _storms(run: Run) -> dict[str, Result]:
-    """Return the storms: as ever, decoded for long, with nothing decoded, preempted often."""
-    common = {
+def usual(run: Run, count: int) -> Result:
+    """Return what a storm of so many requests consists of."""
+    return {
         "seed": 11,
-        "count": run.arguments.storm,
+        "count": count,
         "bases": 12,
         "longest": 2 * run.arguments.prompt,
+        "max_tokens": 24,
         "abort": 0.25,
     }
+
+
+def _storms(run: Run) -> dict[str, Result]:
+    """Return the storms: as ever, decoded for long, with nothing decoded, preempted often."""
+    common = usual(run, run.arguments.storm)
     return {
-        "usual": {**common, "max_tokens": 24},
+        "usual": common,
         "long": {**common, "count": common["count"] // 2, "max_tokens": 100},
         "first_token": {**common, "max_tokens": 1},
-        "preempted": {**common, "max_tokens": 24, "preempt": 0.04},
+        "preempted": {**common, "preempt": 0.04},
     }
 
 

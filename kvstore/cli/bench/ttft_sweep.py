@@ -14,6 +14,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -265,6 +266,8 @@ def plot(steps: Sequence[Step], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    # Curves go from slow to fast, in whatever order speeds were measured.
+    steps = sorted(steps, key=lambda s: inf if s.speed is None else s.speed)
     fastest = max((s.speed for s in steps if s.speed is not None), default=1e9)
     x = [(s.speed if s.speed is not None else 4 * fastest) / 1e6 for s in steps]
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")

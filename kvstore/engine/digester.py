@@ -49,7 +49,8 @@ class Digester:
         self._executor = executor
         self._queue: deque[Block] = deque()
         self._added = 0
-        self._working = False
+        # What is hashed just now: held in place so long.
+        self.held: list[Block] = []
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -66,7 +67,7 @@ class Digester:
     @property
     def busy(self) -> bool:
         """Whether blocks wait for their digests."""
-        return bool(self._queue) or self._working
+        return bool(self._queue or self.held)
 
     def add(self, block: Block) -> None:
         """Queue a freshly committed block."""
@@ -111,16 +112,14 @@ class Digester:
             batch = [b for b in blocks[at : at + _BATCH] if b.host is not None and not b.dead]
             if loop.time() >= deadline:
                 break
-            for block in batch:
-                self._index.hold_host(block)
+            self._hold(batch)
             try:
                 await self.digest(batch)
             except Exception:
                 # The boundary of a batch, as in `_run`.
                 log.exception("digests failed")
             finally:
-                for block in batch:
-                    self._index.release_host(block)
+                self._release(batch)
         self._on_released()
 
     async def _run(self) -> None:
@@ -133,16 +132,23 @@ class Digester:
             while self._queue and len(batch) < _BATCH:
                 block = self._queue.popleft()
                 if block.host is not None and not block.dead and block.digests is None:
-                    self._index.hold_host(block)
                     batch.append(block)
-            self._working = True
+            self._hold(batch)
             try:
                 await self.digest(batch)
             except Exception:
                 # The boundary of a batch: its blocks get their digests before they are flushed.
                 log.exception("digests failed")
             finally:
-                self._working = False
-                for block in batch:
-                    self._index.release_host(block)
+                self._release(batch)
                 self._on_released()
+
+    def _hold(self, batch: Sequence[Block]) -> None:
+        self.held += batch
+        for block in batch:
+            self._index.hold_host(block)
+
+    def _release(self, batch: Sequence[Block]) -> None:
+        for block in batch:
+            self.held.remove(block)
+            self._index.release_host(block)

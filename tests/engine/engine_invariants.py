@@ -192,7 +192,8 @@ def _check_slots(engine: Engine) -> None:
 
 
 def _check_references(engine: Engine) -> None:
-    held: Counter[Block] = Counter()
+    # Digests are computed some time after a commit, whatever else is at rest.
+    held: Counter[Block] = Counter(engine.digester.held)
     on_gpu: Counter[Block] = Counter()
     for attachment in engine.attachments.snapshot():
         for lease in attachment.leases.values():

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from kvstore import tracing
 from kvstore.errors import TierError
@@ -34,11 +34,12 @@ from kvstore.units import KIB, MIB
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kvstore.index import Block, BlockIndex, SpaceIndex
+    from kvstore.index import Block, BlockIndex
+    from kvstore.prefetch.host_room import HostRoom
     from kvstore.space import BlockShape
     from kvstore.tiers.base import Slot, Tier
 
-__all__ = ["Promoter", "PromotionHost"]
+__all__ = ["Promoter"]
 
 log = logging.getLogger(__name__)
 
@@ -47,32 +48,10 @@ _QUANTUM_SECONDS: Final = 0.003
 _BATCH_BYTES: Final = 16 * MIB
 _FIRST_BATCH_BYTES: Final = 256 * KIB
 _BATCHES_AT_ONCE: Final = 3
+# Of lower priority than requests have: with more under way than the path moves in this time, none begins.
+_BEHIND: Final = 0
+_BEHIND_SECONDS: Final = (_BATCHES_AT_ONCE - 1) * _QUANTUM_SECONDS
 _ROOM_POLL_SECONDS: Final = 0.05
-
-
-class PromotionHost(Protocol):
-    """What the promoter needs of the memory tier."""
-
-    def take(self, shape: BlockShape, count: int, older_than: int | None) -> list[Slot]:
-        """Take up to `count` slots now; evict only blocks of lower sequence, if that is given."""
-
-    def admit(self, space: SpaceIndex, count: int, older_than: int | None) -> int:
-        """Return how many more blocks a space's quota allows, making room among its own blocks."""
-
-    def free(self, slot: Slot) -> None:
-        """Give a slot back unused."""
-
-    def views(self, slot: Slot) -> tuple[memoryview, ...]:
-        """Return the slot's memory, one buffer per shard."""
-
-    async def room(self, timeout: float) -> bool:
-        """Wait until something was freed."""
-
-    def may_come(self, shape: BlockShape, *, promoting: bool) -> bool:
-        """Return whether waiting for room can help.
-
-        `promoting`: what is held only by those who themselves wait for promotions does not count.
-        """
 
 
 class Promoter:
@@ -87,7 +66,7 @@ class Promoter:
         self,
         index: BlockIndex,
         source: Tier,
-        host: PromotionHost,
+        host: HostRoom,
         *,
         on_corrupt: Callable[[Block], None],
         on_read: Callable[[int, float], None],
@@ -296,6 +275,7 @@ class Promoter:
             if slots:
                 self._put_back(batch[len(slots) :])
                 await self._move(batch[: len(slots)], slots)
+                self._work.set()
             elif self._host.may_come(shape, promoting=True):
                 self._put_back(batch)
                 self._stalled.add(shape)
@@ -383,7 +363,10 @@ class Promoter:
     def _pick(self, batch: Sequence[Move]) -> Job[Move] | None:
         """Return the job that goes next, of those whose blocks may join a batch."""
         if not batch:
-            return self._queue.pick(lambda shape: shape not in self._stalled)
+            # A request that comes next waits for what is under way, so of slow blocks there is one.
+            most = self.path.bytes_per_second * _BEHIND_SECONDS
+            least = _BEHIND if self.path.in_flight > most else -math.inf
+            return self._queue.pick(lambda shape: shape not in self._stalled, least=least)
         return self._queue.pick(lambda shape: shape == batch[0].block.space.shape, filling=True)
 
     def _next_move(self, job: WaiterJob) -> Move | None:

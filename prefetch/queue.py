@@ -189,7 +189,11 @@ class JobQueue(Generic[Item]):
             del self._lines[job.priority]
 
     def pick(
-        self, among: Callable[[Hashable], bool] = lambda _: True, *, filling: bool = False
+        self,
+        among: Callable[[Hashable], bool] = lambda _: True,
+        *,
+        filling: bool = False,
+        least: float = -math.inf,
     ) -> Job[Item] | None:
         """Return the job that goes next; it stays in the queue.
 
@@ -197,8 +201,11 @@ class JobQueue(Generic[Item]):
             among: of a kind, whether it can be served now.
             filling: it gets what others have left of a batch, which may be of another kind, or
                 too little for it: the oldest does not spend its turn on that.
+            least: priority that it has at least.
         """
         for priority in sorted(self._lines, reverse=True):
+            if priority < least:
+                break
             line = self._lines[priority]
             first = line.first(among)
             if first is None:

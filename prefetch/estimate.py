@@ -79,6 +79,11 @@ class PathEstimate:
         """Believed rate."""
         return self._bytes / self._seconds if self.measured else self._prior
 
+    @property
+    def observed(self) -> bool:
+        """Whether something was measured since the start."""
+        return self.observed_at > -math.inf
+
     def recall(self, bytes_per_second: float, latency_seconds: float) -> None:
         """Believe what was measured before a restart, until something is measured now."""
         self._seconds = _LEAST_WEIGHT_SECONDS
@@ -125,9 +130,10 @@ class PathEstimate:
         if moved <= 0:
             return took
         expected = moved / self.bytes_per_second + self.latency_seconds
-        if self.measured:
+        # Of another day, or a guess: nothing to call what is seen now an outlier by.
+        if self.observed:
             stretch = min(stretch, _OUTLIER * expected)
-        keep = math.exp(-stretch / _MEMORY_SECONDS) if self.measured else 0.0
+        keep = math.exp(-stretch / _MEMORY_SECONDS) if self.observed else 0.0
         # However short the stretch, a transfer replaces some of what is believed: a fast device
         # would else be measured for seconds before a slow prior is forgotten.
         keep = min(keep, 0.97)

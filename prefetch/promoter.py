@@ -343,9 +343,11 @@ class Promoter:
                 self._queue.remove(job)
                 continue
             size = move.block.space.shape.block_bytes
-            if not batch:
-                room = self.path.quantum(_QUANTUM_SECONDS, size, _BATCH_BYTES)
             most = max(size, _FIRST_BATCH_BYTES)
+            if not batch:
+                # Of a path that nobody has seen at work nothing is taken for granted.
+                largest = _BATCH_BYTES if self.path.observed else most
+                room = self.path.quantum(_QUANTUM_SECONDS, size, largest)
             if not job.in_passing:
                 most <<= min(job.batches - 1, 8)
             while move is not None and (not batch or size <= min(room, most)):

@@ -195,3 +195,14 @@ def test_no_other_choice_is_predicted_to_be_better(
 
     best = min(cost(k) for k in range(len(ready) + 1))
     assert cost(chosen.blocks) <= best * (1 + 1e-9) + 1e-9
+
+
+def test_what_an_earlier_run_saw_is_believed_until_this_one_sees_something() -> None:
+    path = PathEstimate()
+    path.recall(1e9, 0.0)
+    assert path.measured
+    assert not path.observed
+    assert path.bytes_per_second == pytest.approx(1e9)
+    path.end(path.begin(MIB, 0.0), MIB, 1.0)
+    assert path.observed
+    assert path.bytes_per_second == pytest.approx(MIB, rel=0.01)

@@ -139,3 +139,22 @@ def test_what_is_read_in_passing_is_counted(load: float, blocks: int) -> None:
     took, predicted = run_in_virtual_time(_beside_a_hint(load, blocks))
     assert took > 1.2 * blocks * load * COMPUTE
     assert predicted == pytest.approx(took, rel=0.06)
+
+
+@pytest.mark.parametrize(("load", "loaded"), [(1.2, 16), (0.8, 100)])
+def test_a_disk_that_was_another_one_before_the_start_is_found_out_by_the_first_reads(
+    load: float, loaded: int
+) -> None:
+    async def story() -> tuple[Question, int]:
+        world = LeaseWorld(BLOCK / (load * COMPUTE), BLOCK, COMPUTE)
+        world.promoter.path.recall(1e9, 0.0)
+        world.promoter.start()
+        question = world.load(world.chain(100))
+        await ended(world)
+        return question, max(map(len, world.device.calls))
+
+    question, most = run_in_virtual_time(story())
+    # Three reads of 256 KiB are begun before the first one has said how slow it is.
+    assert most <= 16
+    assert question.loaded == loaded
+    assert question.first_token(COMPUTE) <= 1.05 * alone(question)

@@ -356,12 +356,14 @@ class WorkerSide:
     def close(self) -> None:
         """Finish copies and commits, then leave."""
         began = time.monotonic()
-        for store in self._delayed:
-            self._store(store)
-        self._delayed = []
-        if self._copier is not None:
-            self._copier.close()
-        if self._committer is not None:
-            self._committer.close()
-        self._client.close()
+        # Whatever one of them fails at, the next one leaves in order.
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._client.close)
+            if self._committer is not None:
+                closing.callback(self._committer.close)
+            if self._copier is not None:
+                closing.callback(self._copier.close)
+            for store in self._delayed:
+                self._store(store)
+            self._delayed = []
         log_once(logging.DEBUG, "closed in %.1f s", time.monotonic() - began)

@@ -45,6 +45,7 @@ class World:
     announcement_s: float = 60.0
     inbound_blocks: int = 1 << 20
     room: int = 1 << 40
+    gpu: FakeCuda | None = None
 
     def __post_init__(self) -> None:
         segments, length = SHAPES[self.route]
@@ -66,7 +67,7 @@ class World:
         self.memory = np.zeros((SLOTS, GROUP_BLOCKS * self.geometry.block_bytes), np.uint8)
         self.generations = np.zeros(SLOTS, np.uint64)
         self.pieces: list[int] = []
-        self.cuda = FakeCuda(self.seed, room=self.room)
+        self.cuda = self.gpu or FakeCuda(self.seed, room=self.room)
         self.cuda.batch = self.batch
         self.copier = CudaCopier(
             self.cuda,

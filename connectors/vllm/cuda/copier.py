@@ -79,7 +79,7 @@ class CudaCopier:
         bounce_chunk_bytes: int = _BOUNCE_CHUNK_BYTES,
         inbound_bytes: int = _INBOUND_BYTES,
     ) -> None:
-        """Take streams and buffers, compile kernels, start threads.
+        """Take streams and buffers, all or none; compile kernels, start threads.
 
         Args:
             device: the runtime.
@@ -117,22 +117,39 @@ class CudaCopier:
                 bounce=bounce,
             )
 
-        self._in: Final = make_pipe(to_cache=True)
-        self._near: Final = make_pipe(to_cache=True, here=True)
-        self._out: Final = make_pipe(to_cache=False)
-        self._loads: Final = Lane("kvstore-load", self._use_device)
-        self._near_loads: Final = Lane("kvstore-near", self._use_device)
-        self._stores: Final = Lane("kvstore-store", self._use_device)
-        # Pinning takes seconds: the first copies may well need it. Made here, because an engine may
-        # capture CUDA graphs next, which other threads must not disturb.
-        self._detour: Final = Detour(
-            lambda to_cache: make_pipe(to_cache=to_cache, bounce=True),
-            self._use_device,
-            device.event_synchronize,
-        )
-        self._late_loads: Final = Lane("kvstore-late", self._use_device)
-        self._events: Final = Events(device)
-        self._spinning: Final = Events(device, spin=True)
+        with contextlib.ExitStack() as taken:
+
+            def own(pipe: Pipe) -> Pipe:
+                taken.callback(pipe.close)
+                return pipe
+
+            def lane(name: str) -> Lane:
+                one = Lane(name, self._use_device)
+                taken.callback(one.close)
+                return one
+
+            self._events: Final = Events(device)
+            self._spinning: Final = Events(device, spin=True)
+            taken.callback(self._events.close)
+            taken.callback(self._spinning.close)
+            self._in: Final = own(make_pipe(to_cache=True))
+            self._near: Final = own(make_pipe(to_cache=True, here=True))
+            self._out: Final = own(make_pipe(to_cache=False))
+            # Pinning takes seconds: the first copies may well need it. Made here, because an engine
+            # may capture CUDA graphs next, which other threads must not disturb.
+            self._detour: Final = Detour(
+                lambda to_cache: make_pipe(to_cache=to_cache, bounce=True),
+                self._use_device,
+                device.event_synchronize,
+            )
+            taken.callback(self._detour.close)
+            # Closed from the last to the first: what submits before those who wait for the end of it.
+            self._stores: Final = lane("kvstore-store")
+            self._loads: Final = lane("kvstore-load")
+            self._near_loads: Final = lane("kvstore-near")
+            taken.callback(self._detour.end)
+            self._late_loads: Final = lane("kvstore-late")
+            self._taken: Final = taken.pop_all()
         self._readers: Final = Readers(geometry.blocks)
         self._guard = threading.Lock()
         self._changed = threading.Condition(self._guard)
@@ -141,7 +158,6 @@ class CudaCopier:
         self._queue: deque[tuple[Flight, Job]] = deque()
         self._inbound = self._inbound_loads = 0
         self._submitting = threading.Lock()
-        self._closed = False
 
     def _use_device(self) -> None:
         self._device.set_device(self._device_number)
@@ -454,14 +470,19 @@ class CudaCopier:
                     self._device.event_synchronize(flight.begun)
                 self._device.event_synchronize(flight.done)
                 return True
+        except KVStoreError as error:
+            tell_failed(what, error)
+        try:
             self._quiet(pipe)
         except KVStoreError as error:
             tell_failed(what, error)
         return False
 
     def _quiet(self, pipe: Pipe) -> None:
-        pipe.synchronize()
-        self._detour.synchronize(True, False)
+        try:
+            pipe.synchronize()
+        finally:
+            self._detour.synchronize(True, False)
 
     def _leave(self, flight: Flight) -> None:
         flight.held.done()
@@ -472,15 +493,4 @@ class CudaCopier:
 
     def close(self) -> None:
         """See `Copier.close`."""
-        if self._closed:
-            return
-        self._closed = True
-        self._late_loads.close()
-        self._detour.end()
-        for lane in (self._near_loads, self._loads, self._stores):
-            lane.close()
-        for pipe in (self._in, self._near, self._out):
-            pipe.close()
-        self._detour.close()
-        self._events.close()
-        self._spinning.close()
+        self._taken.close()

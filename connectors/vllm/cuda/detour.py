@@ -8,6 +8,7 @@ blocks to new owners and does not wait for the CPU.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Final
@@ -34,7 +35,7 @@ class Detour:
         begin: Callable[[], None],
         wait: Callable[[int], None],
     ) -> None:
-        """Take buffers, start the threads.
+        """Take buffers, of both pipes or of none; start the threads.
 
         Args:
             make_pipe: makes one that bounces; told whether it leads to the KV cache.
@@ -42,7 +43,12 @@ class Detour:
             wait: waits for an event.
         """
         ways = (True, False)
-        self._pipes: Final = {to_cache: make_pipe(to_cache) for to_cache in ways}
+        self._pipes: Final = dict[bool, Pipe]()
+        with contextlib.ExitStack() as taken:
+            for to_cache in ways:
+                self._pipes[to_cache] = make_pipe(to_cache)
+                taken.callback(self._pipes[to_cache].close)
+            self._taken = taken.pop_all()
         self.lanes: Final = {to_cache: Lane("kvstore-bounce", begin) for to_cache in ways}
         self._wait = wait
         self._guard = threading.Lock()
@@ -100,8 +106,9 @@ class Detour:
 
     def synchronize(self, *ways: bool) -> None:
         """Wait until nothing is under way, to the KV cache (True) or from it (False)."""
-        for to_cache in ways:
-            self._pipes[to_cache].synchronize()
+        with contextlib.ExitStack() as each:
+            for to_cache in ways:
+                each.callback(self._pipes[to_cache].synchronize)
 
     def end(self) -> None:
         """Submit what there is, then stop the threads."""
@@ -110,5 +117,4 @@ class Detour:
 
     def close(self) -> None:
         """Wait for the GPU, then give everything back; the threads have ended."""
-        for pipe in self._pipes.values():
-            pipe.close()
+        self._taken.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from typing import Protocol
 
@@ -53,5 +54,6 @@ class Events:
 
     def close(self) -> None:
         """Destroy those that were given back."""
-        while not self._free.empty():
-            self._cuda.event_destroy(self._free.get())
+        with contextlib.ExitStack() as each:
+            while not self._free.empty():
+                each.callback(self._cuda.event_destroy, self._free.get())

@@ -13,6 +13,7 @@ Not thread-safe: whoever submits holds the pipe for the whole copy.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from bisect import bisect_right
 from collections import deque
@@ -192,7 +193,7 @@ class Pipe:
         device_programs: int,
         bounce: bool = False,
     ) -> None:
-        """Take streams, events and buffers. The calling thread's device is the one to work on.
+        """Take streams, events and buffers: all or none. The calling thread's device is used.
 
         Args:
             cuda: the runtime.
@@ -209,29 +210,63 @@ class Pipe:
         self._to_cache = to_cache
         self._route = Route.RING if bounce else route
         self._device_programs = device_programs
-        ring = self._route is Route.RING
-        self.kernels: Final = cuda.stream_create(_RING_PRIORITY if ring else 0)
+        with contextlib.ExitStack() as taken:
+            self._take(taken, make_mover, chunk_bytes, bounce=bounce)
+            # First of all when it is closed.
+            taken.callback(self.synchronize)
+            self._taken = taken.pop_all()
+
+    def _take(
+        self,
+        taken: contextlib.ExitStack,
+        make_mover: Callable[[NDArray[np.int64]], Mover],
+        chunk_bytes: int,
+        *,
+        bounce: bool,
+    ) -> None:
+        """Take everything; `taken` gives it back."""
+        cuda, geometry, ring = self._cuda, self._geometry, self._route is Route.RING
+
+        def stream(priority: int = 0) -> int:
+            number = cuda.stream_create(priority)
+            taken.callback(cuda.stream_destroy, number)
+            return number
+
+        def events(count: int) -> list[int]:
+            made = []
+            for _ in range(count):
+                made.append(cuda.event_create())
+                taken.callback(cuda.event_destroy, made[-1])
+            return made
+
+        self.kernels = stream(_RING_PRIORITY if ring else 0)
         streams = {Route.RING: _BUFFERS, Route.DMA: 1, Route.KERNEL: 0}
-        self.dma: Final = [cuda.stream_create() for _ in range(streams[self._route])]
+        self.dma = [stream() for _ in range(streams[self._route])]
         # What the copy that is being submitted has put work on, and what it comes after.
         self._used: dict[int, None] = {}
         self._after = 0
         self._stop: Callable[[], bool] = lambda: False
         self._chunk_blocks = max(1, min(chunk_bytes // geometry.block_bytes, _ROWS))
-        self._ring = self._take_ring() if ring else 0
-        buffer_bytes = self._chunk_blocks * geometry.block_bytes
-        self._bounce = Bounce(cuda, buffer_bytes) if bounce else None
+        self._ring = 0
+        if ring:
+            self._ring = self._take_ring()
+            taken.callback(cuda.free, self._ring)
+        self._bounce: Bounce | None = None
+        if bounce:
+            self._bounce = Bounce(cuda, self._chunk_blocks * geometry.block_bytes)
+            taken.callback(self._bounce.close)
         self._down: deque[tuple[int, U64, U64]] = deque()
         self._next = 0
         # Per buffer: the kernel is done with it; the bus is done with it.
-        self._kernel_done = [cuda.event_create() for _ in range(_BUFFERS)]
-        self._dma_done = [cuda.event_create() for _ in range(_BUFFERS)]
-        self._joined = [cuda.event_create() for _ in range(len(self.dma) + 1)]
+        self._kernel_done = events(_BUFFERS)
+        self._dma_done = events(_BUFFERS)
+        self._joined = events(len(self.dma) + 1)
         self._upload_number = 0
-        self._uploaded = [cuda.event_create() for _ in range(_UPLOADS)]
-        self._rows_memory = cuda.host_alloc(_ROWS * _UPLOADS * 16)
+        self._uploaded = events(_UPLOADS)
+        rows_memory = cuda.host_alloc(_ROWS * _UPLOADS * 16)
+        taken.callback(cuda.host_free, rows_memory)
         self._rows = np.ctypeslib.as_array(
-            (ctypes.c_int64 * (_ROWS * _UPLOADS * 2)).from_address(self._rows_memory)
+            (ctypes.c_int64 * (_ROWS * _UPLOADS * 2)).from_address(rows_memory)
         ).reshape(_ROWS * _UPLOADS, 2)
         self._mover = make_mover(self._rows)
         self._mover.warm_up(self.kernels)
@@ -297,24 +332,14 @@ class Pipe:
             cuda.event_record(read, into)
 
     def synchronize(self) -> None:
-        """Wait until nothing is under way."""
-        for stream in (self.kernels, *self.dma):
-            self._cuda.stream_synchronize(stream)
+        """Wait until nothing is under way; also for the others when one cannot be waited for."""
+        with contextlib.ExitStack() as each:
+            for stream in (self.kernels, *self.dma):
+                each.callback(self._cuda.stream_synchronize, stream)
 
     def close(self) -> None:
-        """Wait, then give everything back."""
-        cuda = self._cuda
-        self.synchronize()
-        for event in (*self._kernel_done, *self._dma_done, *self._uploaded, *self._joined):
-            cuda.event_destroy(event)
-        for stream in (self.kernels, *self.dma):
-            cuda.stream_destroy(stream)
-        if self._ring:
-            cuda.free(self._ring)
-        if self._bounce is not None:
-            self._bounce.close()
-        del self._rows
-        cuda.host_free(self._rows_memory)
+        """Wait, then give everything back; also the rest when something cannot be."""
+        self._taken.close()
 
     def _copy(self, part: list[U64], stream: int) -> None:
         """Submit pieces: addresses on the GPU, addresses in host memory, lengths."""

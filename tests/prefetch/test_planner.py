@@ -200,8 +200,7 @@ def test_no_other_choice_is_predicted_to_be_better(
 def test_what_an_earlier_run_saw_is_believed_until_this_one_sees_something() -> None:
     path = PathEstimate()
     path.recall(1e9, 0.0)
-    assert path.measured
-    assert not path.observed
+    assert (path.measured, path.observed) == (True, False)
     assert path.bytes_per_second == pytest.approx(1e9)
     path.end(path.begin(MIB, 0.0), MIB, 1.0)
     assert path.observed

@@ -165,8 +165,12 @@ def _on_this_machine(address: Address) -> Address:
     return address
 
 
-def _tcp(address: Address) -> Address:
-    if address.local:
+def _tcp(value: object) -> object:
+    address = value
+    if isinstance(value, str):
+        with contextlib.suppress(InvalidRequest):
+            address = parse_address(value)
+    if isinstance(address, str) or (isinstance(address, Address) and address.local):
         raise ValueError(f"'{address}' is not host:port")
     return address
 
@@ -293,7 +297,7 @@ class ServeConfig(BaseModel):
     )
     default_ttl_s: Annotated[Duration, Field(ge=0.001)] | None = Field(None, alias="default_ttl")
     warm_up: Annotated[Size, Field(ge=0)] | None = None
-    metrics: Annotated[AnyAddress, AfterValidator(_tcp)] | None = None
+    metrics: Annotated[Address, BeforeValidator(_tcp)] | None = None
     stop_timeout_s: Annotated[Duration, Field(ge=0)] = Field(20.0, alias="stop_timeout")
     discard_host: bool = False
     save_host: bool = True
@@ -371,7 +375,12 @@ def _one_line(error: ValidationError) -> str:
         close = difflib.get_close_matches(name, _KEYS, n=1)
         return f"{name}: unknown setting" + (f" (did you mean {close[0]}?)" if close else "")
     text = first["msg"].removeprefix("Value error, ")
-    if first["type"] not in ("value_error", "missing"):
+    least = first.get("ctx", {}).get("ge", 0)
+    if first["type"] == "greater_than_equal" and least >= PAGE_BYTES:  # of a size
+        text = f"{first['input']!r} is too little: at least {format_bytes(least)}"
+        if str(first["input"]).isdecimal():
+            text += "; sizes without a unit are bytes"
+    elif first["type"] not in ("value_error", "missing"):
         text = f"{first['input']!r}: {text.removeprefix('Input ')}"
     return (f"{name}: {text}" if name else text).replace("\n", " ")
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperCommand
 
 from kvstore import __version__, log_lines
 from kvstore.cli import admin, blocks, doctor, explain, limits, replay, serve, stats, verify
@@ -27,6 +28,26 @@ __all__ = ["app", "main"]
 
 # What the parser raises for a wrong command line; typer has no public name for it.
 _USAGE_ERROR: Final[type[Exception]] = typer.BadParameter.__mro__[1]
+
+
+class _Command(TyperCommand):
+    """A command whose help names its arguments without their Python types."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for parameter in self.params:
+            if parameter.param_type_name == "argument":
+                # Since typer 0.25 or so, `KEY <list[str]>`.
+                parameter.__dict__["display_type_rich"] = lambda ctx: None
+
+
+def _use_plain_help(app: typer.Typer) -> None:
+    for command in app.registered_commands:
+        command.cls = _Command
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        _use_plain_help(group.typer_instance)
+
 
 app = typer.Typer(
     name="kvstore",
@@ -54,6 +75,7 @@ for _register in (
 ):
     _register(app)
 add_examples(app)
+_use_plain_help(app)
 
 
 def _version(wanted: bool) -> None:
@@ -104,6 +126,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     except _USAGE_ERROR as e:
         problem = e.format_message() if hasattr(e, "format_message") else str(e)
+        if type(e).__name__ == "NoArgsIsHelpError":  # nothing was said: what it says is the help
+            print(problem, file=sys.stderr)
+            return 2
         text = f"{problem} (try --help)".replace("\n", " ")
         as_json = _logs_as_json(sys.argv[1:] if arguments is None else arguments)
         print(log_lines.line("error", text) if as_json else f"kvstore: {text}", file=sys.stderr)

@@ -78,7 +78,11 @@ def serve(
     ] = None,
     gpu_pool: Annotated[
         str | None,
-        _flag("--gpu-pool", "GPU memory to take on each device, e.g. 30% or 20GiB.", "SIZE"),
+        _flag(
+            "--gpu-pool",
+            "GPU memory to take on each device, e.g. 30% or 20GiB; none without it.",
+            "SIZE",
+        ),
     ] = None,
     gpu_devices: Annotated[
         str | None,
@@ -91,7 +95,7 @@ def serve(
         _flag(
             "--gpu-io",
             "From disk to the GPU pool: through the host tier (host), by cuFile (cufile), or by "
-            "cuFile if kvikio is installed (auto).",
+            "cuFile if kvikio is installed (auto); auto.",
             "HOW",
         ),
     ] = None,
@@ -100,7 +104,7 @@ def serve(
         _flag(
             "--write-policy",
             "Write blocks to disk soon (through), when they are used again (reused) or when they "
-            "leave memory (evict).",
+            "leave memory (evict); through.",
             "POLICY",
         ),
     ] = None,

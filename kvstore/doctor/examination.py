@@ -152,7 +152,7 @@ class Examination:
     def _disk_directory(self) -> Iterable[Finding]:
         if self.setup.disk is not None:
             return check_access("disk directory", self._disk, self._user)
-        text = "no disk tier: blocks are gone when the daemon stops"
+        text = "no disk tier: blocks are gone after a crash or a reboot"
         return [ok("disk directory", text, "--disk DIR keeps them")]
 
     def _disk_mount(self) -> Iterable[Finding]:

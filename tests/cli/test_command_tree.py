@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
+import re
 import shlex
 import subprocess
 import sys
@@ -77,6 +79,7 @@ def test_help_is_there_and_fits(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     command = ALL[name]
     code, shown, errors = run(*name.split(), "--help")
     assert (code, errors) == (0, "")
+    assert not re.search(r"<\w+(\[\w+\])?>", shown), "a type of Python"
     assert max(map(len, shown.splitlines())) <= 80
     # Summaries in a list of commands are whole sentences.
     assert "..." not in shown.replace("[KEY]...", "").replace("[ARGS]...", "")
@@ -85,6 +88,14 @@ def test_help_is_there_and_fits(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         if parameter.name == "help":
             continue
         assert getattr(parameter, "help", None), parameter.name
+
+
+def test_nothing_at_all_shows_the_help_in_its_lines() -> None:
+    _, shown, _ = run("--help")
+    code, out, errors = run()
+    assert code in (0, 2)
+    assert (out + errors).split() == shown.split()
+    assert (out + errors).count("\n") == shown.count("\n")
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -153,4 +164,7 @@ def test_a_target_that_is_not_there_is_one_line(name: str) -> None:
     assert done.stdout == ""
     assert done.stderr.startswith("kvstore: ")
     assert done.stderr.count("\n") == 1
+    if name == "demo" and importlib.util.find_spec("vllm") is None:
+        assert done.stderr.startswith("kvstore: vllm: is not installed here")
+        return
     assert "nowhere" in done.stderr

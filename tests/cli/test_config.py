@@ -65,7 +65,8 @@ def test_a_user_keeps_state_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"host_pol": 1}, r"host_pol: unknown setting \(did you mean host_pool\?\)"),
         ({"host_pool": "8XB"}, r"host_pool: '8XB' is not a size"),
         ({"host_pool": True}, "host_pool: True: should be a valid integer"),
-        ({"host_pool": 5}, "host_pool: 5: should be greater than or equal to"),
+        ({"host_pool": 5}, "host_pool: 5 is too little: at least 16 MiB; .* are bytes$"),
+        ({"host_pool": "64k"}, "host_pool: '64k' is too little: at least 16 MiB$"),
         ({"host_pool": "-1GiB"}, "host_pool: '-1GiB' is not a size"),
         ({"host_pool": "9" * 400}, "host_pool: '99999999999999999999'… is more than any size"),
         ({"default_quota": "disk=99999999TiB"}, "default_quota: .*less than or equal to"),
@@ -81,6 +82,7 @@ def test_a_user_keeps_state_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"listen": ["nonsense"]}, "listen: 'nonsense' is neither"),
         ({"listen": ["127.0.0.1:1", "127.0.0.1:1"]}, "listen: names an address twice"),
         ({"metrics": "unix:///x"}, "metrics: 'unix:///x' is not host:port"),
+        ({"metrics": "9405"}, "metrics: '9405' is not host:port"),
         (
             {"write_policy": "never"},
             "write_policy: 'never': should be 'through', 'reused' or 'evict'",

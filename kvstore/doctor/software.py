@@ -25,7 +25,7 @@ FLOORS: Final = {
     "psutil": "5.9",
     "pydantic": "2.7",
     "rich": "13.7",
-    "typer": "0.12",
+    "typer": "0.18",
     "xxhash": "3.4",
 }
 _SHOWN: Final = ("grpcio", "protobuf", "lmdb", "numpy", "xxhash")

@@ -387,6 +387,8 @@ class Attachment(Calls):
         if os.getpid() != self._pid:
             return  # the parent's memory, locks and threads are none of a forked child's business
         self._closing.set()
+        if self._pins is not None:
+            self._pins.hurry()
         current = self._current
         if current is not None:
             # The last usage would otherwise wait for a heartbeat that never comes.

@@ -182,4 +182,4 @@ class Incarnation:
                 self._up.end()
             self.drop_lock()
 
-        self.slabs.end(reason, idle)
+        self.slabs.end(reason, idle, leaving=detach)

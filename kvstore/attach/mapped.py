@@ -65,7 +65,10 @@ class Pins(Protocol):
         """
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`: the memory is about to be unmapped. Must not raise."""
+        """Undo `pin`: the memory is about to be unmapped. Rests like `pin`. Must not raise."""
+
+    def hurry(self) -> None:
+        """Rest no more: the process is about to leave. Idempotent; wakes who rests."""
 
 
 @dataclass(slots=True, eq=False)

@@ -2,8 +2,9 @@
 
 A group is unmapped only when no copy is under way on it: `use` and `unuse` count copies. Retiring
 a group, and ending the whole table, stop new copies at once and leave the unmapping to whoever
-finishes the last one, so that nobody waits. Unmapping (and unpinning, which takes milliseconds)
-happens outside the lock: nobody can map a group again whose announcement is gone.
+finishes the last one, so that nobody waits. Unmapping happens outside the lock: nobody can map a
+group again whose announcement is gone. Pinned slabs are unpinned first, which takes milliseconds each
+and rests in between: that is left to a thread (`closing`), and so is saying that they are unmapped.
 
 Mapping happens outside the lock too: opening device memory takes up to hundreds of milliseconds, and
 those who copy elsewhere must not notice. One thread maps a slab; whoever needs the same one meanwhile
@@ -27,6 +28,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.attach.closing import Closing
 from kvstore.attach.located import Located, SlabArrays
 from kvstore.attach.mapped import DeviceMemory, MappedSlab, Pins, map_slab
 from kvstore.attach.prefault import Prefaulter, Rest
@@ -92,6 +94,10 @@ class SlabTable:
         self._leaving: set[int] = set()  # retired, but still in use
         self._ended: str = ""
         self._when_idle: Callable[[], None] | None = None
+        self._closing = Closing()
+        # Slabs that were taken out, and are not unmapped yet: so many times.
+        self._going = 0
+        self._leaves_now = False
         self._prefaulter = Prefaulter(self._fill, rest)
         self.unfilled = 0
 
@@ -126,34 +132,35 @@ class SlabTable:
             self._leaving |= groups.difference(idle)
             gone = self._take(idle)
             self._changed.notify_all()
-        _close(gone)
-        if idle:
-            self._acknowledge(idle)
+        self._give_up(gone, idle)
 
-    def end(self, reason: str, when_idle: Callable[[], None]) -> None:
+    def end(self, reason: str, when_idle: Callable[[], None], *, leaving: bool = False) -> None:
         """Let no new copy begin at all; unmap everything, then call `when_idle`, once idle.
 
         Args:
             reason: what later callers are told.
-            when_idle: called once, by this call or by the thread that finishes the last copy.
+            when_idle: called once, by this call, by the thread that finishes the last copy, or by one
+                that unpins.
+            leaving: the process may be about to end, where no thread can be started any more:
+                whoever unmaps unpins, too.
         """
         with self._changed:
             if self._ended:
                 return
             self._ended = reason
+            self._leaves_now = leaving
             self._prefaulter.end()
             self._changed.notify_all()
             if self._using:
                 self._when_idle = when_idle
                 return
             gone = self._take([group for group, _ in self._mapped])
-        self._close_all(gone)
-        when_idle()
+        self._give_up(gone, [], when_idle)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no copy is under way; return whether that is so."""
+        """Wait until no copy is under way, and what is to go is unmapped; return whether so."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._using, timeout_s)
+            return self._changed.wait_for(lambda: not self._using and not self._going, timeout_s)
 
     def use(self, groups: NDArray[np.uint32]) -> int:
         """Count one copy on each group; return the number that `unuse` must be given.
@@ -193,14 +200,7 @@ class SlabTable:
                 gone += self._take([group for group, _ in self._mapped])
                 when_idle, self._when_idle = self._when_idle, None
             self._changed.notify_all()
-        if when_idle is None:
-            _close(gone)
-        else:
-            self._close_all(gone)
-        if idle:
-            self._acknowledge(idle)
-        if when_idle:
-            when_idle()
+        self._give_up(gone, idle, when_idle)
 
     def _take(self, groups: Iterable[int]) -> list[MappedSlab]:
         """Forget groups and return their slabs, to be closed; the caller holds the lock."""
@@ -211,9 +211,43 @@ class SlabTable:
             del self._announced[place]
         return taken
 
-    def _close_all(self, slabs: list[MappedSlab]) -> None:
-        """Close the last slabs, and then the device memory that they may lie in."""
-        _close(slabs)
+    def _give_up(
+        self,
+        slabs: list[MappedSlab],
+        groups: list[int],
+        when_idle: Callable[[], None] | None = None,
+    ) -> None:
+        """Close slabs, then say so: here, or on a thread that may rest where any is pinned.
+
+        Args:
+            slabs: nobody uses them.
+            groups: acknowledged then.
+            when_idle: called then; these are the last slabs.
+        """
+
+        def close() -> None:
+            try:
+                _close(slabs)
+                if when_idle is not None:
+                    self._close_device()
+            finally:
+                if groups:
+                    self._acknowledge(groups)
+                if when_idle is not None:
+                    when_idle()
+                with self._changed:
+                    self._going -= 1
+                    self._changed.notify_all()
+
+        with self._changed:
+            self._going += 1
+        if any(slab.pinned_slots for slab in slabs) and not self._leaves_now:
+            self._closing.submit(close)
+        else:
+            close()
+
+    def _close_device(self) -> None:
+        """Close the device memory that the last slabs lay in."""
         if self._pins is not None:
             self._pins.use_device()
         try:

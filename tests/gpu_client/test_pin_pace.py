@@ -21,6 +21,7 @@ class Driver:
         self.now = 100.0
         self.seconds = 0.003
         self.registered: list[int] = []
+        self.unregistered: list[int] = []
         self.rests: list[float] = []
         self.guard = threading.Lock()
         self.inside = self.most_inside = 0
@@ -51,7 +52,8 @@ class Driver:
             self.now += self.seconds
 
     def host_unregister(self, address: int) -> None:
-        pass
+        self.unregistered.append(address)
+        self.now += self.seconds
 
 
 @pytest.fixture
@@ -166,3 +168,62 @@ def test_an_engine_that_is_ready_waits_for_the_large_ranges_under_way_and_no_oth
     # Once those are over there is one at a time.
     assert driver.most_inside == 1
     filler.end()
+
+
+def test_unpinning_rests_as_pinning_does_once_the_engine_serves(
+    driver: Driver, pins: SlabPins
+) -> None:
+    for range_ in range(6):
+        assert pins.pin(range_ << 30, GIB, STEP) == GIB
+    pins.unpin(0 << 30)
+    # While the engine starts nobody launches anything.
+    assert not driver.rests
+    pins.serving()
+    pins.step(under_way=True)
+    driver.seconds = 0.1
+    pins.unpin(1 << 30)
+    pins.unpin(2 << 30)
+    assert driver.rests == [pytest.approx(0.2)] * 2
+    pins.step(under_way=False)
+    driver.now += 10
+    pins.unpin(3 << 30)
+    assert len(driver.rests) == 2
+    pins.step(under_way=True)
+    pins.hurry()
+    pins.unpin(4 << 30)
+    assert len(driver.rests) == 2
+    assert driver.unregistered == [range_ << 30 for range_ in range(5)]
+    assert pins.pinned_bytes == GIB
+
+
+def test_no_range_is_unpinned_while_copies_are_submitted_nor_while_another_is_pinned(
+    driver: Driver, pins: SlabPins, until: Callable[..., None]
+) -> None:
+    pins.serving()
+    driver.gate.clear()
+    pinning = threading.Thread(target=pin, args=(pins, STEP))
+    pinning.start()
+    until(lambda: driver.inside == 1)
+    unpinning = threading.Thread(target=pins.unpin, args=(1 << 40,))
+    unpinning.start()
+    with pins.submitting():
+        unpinning.join(0.05)
+        driver.gate.set()
+        pinning.join(60.0)
+        unpinning.join(0.05)
+        assert not driver.unregistered
+    unpinning.join(60.0)
+    assert driver.unregistered == [1 << 40]
+
+
+def test_who_rests_is_woken_when_the_engine_leaves(driver: Driver) -> None:
+    pins = SlabPins(driver, 0, clock=driver.clock)
+    pins.serving()
+    driver.seconds = 1e6
+    resting = threading.Thread(target=pins.unpin, args=(1 << 40,), daemon=True)
+    resting.start()
+    pins.hurry()
+    resting.join(60.0)
+    assert not resting.is_alive()
+    pins.unpin(2 << 40)
+    assert len(driver.unregistered) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,64 @@ def test_slabs_are_pinned_from_their_announcement_on_and_unpinned_before_they_go
     until(lambda: world.acknowledged == [2])
     assert len(world.runtime.registered) == 1
     busy.done()
-    assert world.acknowledged == [2, 1]
+    until(lambda: world.acknowledged == [2, 1])
     assert not world.runtime.registered
     assert not world.pins.pinned_bytes
+
+
+def test_slabs_beside_a_serving_engine_are_given_up_one_by_one_while_nobody_waits(
+    world: World, until: Until
+) -> None:
+    """Those who hear of it, or finish a copy, go on at once; memory stays until it is unpinned."""
+    world.table.pin_with(world.pins)
+    for group in (1, 2, 3, 4):
+        world.host(group)
+    assert world.table.wait_filled(60.0)
+    steps, rests, ended = threading.Semaphore(0), list[int](), threading.Event()
+
+    def rest(seconds: float) -> None:
+        rests.append(len(world.runtime.registered))
+        assert steps.acquire(timeout=60.0)
+
+    world.pins._pause = rest
+    world.pins.serving()
+    world.pins.step(under_way=True)
+    busy = world.held((1, 0, 0), (2, 0, 0))
+    world.table.retire([1])
+    world.table.end("the daemon is gone", ended.set)
+    busy.done()
+    # It rests from the first one: of the others every byte is there, and pinned.
+    until(lambda: rests == [3])
+    assert not ended.is_set()
+    assert not world.acknowledged
+    maps = Path("/proc/self/maps").read_text()
+    assert all(f"{world.directory}/slab{group}" in maps for group in (2, 3, 4))
+    for left in (2, 1, 0):
+        steps.release()
+        until(lambda left=left: rests[-1] == left)
+        assert not ended.is_set()
+    steps.release()
+    assert ended.wait(60.0)
+    assert world.acknowledged == [1]
+    assert not world.pins.pinned_bytes
+    assert str(world.directory) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_process_that_leaves_unpins_at_once_and_starts_no_thread(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.table.pin_with(world.pins)
+    for group in (1, 2, 3):
+        world.host(group)
+    assert world.table.wait_filled(60.0)
+    world.pins.serving()
+    world.pins.step(under_way=True)
+    monkeypatch.setattr(threading.Thread, "start", None)
+    ended = list[int]()
+    world.pins.hurry()
+    world.table.end("bye", lambda: ended.append(len(world.runtime.registered)), leaving=True)
+    assert ended == [0]
+    assert world.table.wait_idle(0.0)
 
 
 @pytest.mark.parametrize("failing", [1, 99])

@@ -16,6 +16,10 @@ kernel is busy making memory. So:
   is not stored. When the last step has been over for a second the engine is idle, and there is nothing
   to rest for. (A step that is under way may itself wait for the driver: it is no sign of idleness.)
 * No range is begun while the engine's own thread submits copies.
+
+Unpinning holds the same lock for as long. All slabs go when the daemon does, beside an engine that goes on
+serving: so ranges are unpinned one by one by the same rules. An engine that leaves serves nobody,
+and rests no more (`hurry`).
 """
 
 from __future__ import annotations
@@ -70,7 +74,7 @@ class SlabPins:
         self,
         cuda: _Runtime,
         device: int,
-        pause: Callable[[float], None] = time.sleep,
+        pause: Callable[[float], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Pin nothing yet.
@@ -78,12 +82,13 @@ class SlabPins:
         Args:
             cuda: the runtime.
             device: to pin for.
-            pause: waits some seconds.
+            pause: waits some seconds; None: until `hurry` at most.
             clock: seconds.
         """
+        self._leaving = threading.Event()
         self._cuda = cuda
         self._device = device
-        self._pause = pause
+        self._pause = pause or self._leaving.wait
         self._clock = clock
         self._changed = threading.Condition()
         self._serving = False
@@ -145,18 +150,26 @@ class SlabPins:
                 with self._changed:
                     self._large -= 1
                     self._changed.notify_all()
-        with self._turn:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._submitting)
+        with self._paced():
             # It may have been asked for while the engine started.
             length = min(length, max(1, self.range_bytes // step) * step)
             began = self._clock()
             pinned = self._register(address, length)
-            took = self._clock() - began
-            self._adapt(took, step)
-            if self._stepping or began - self._used_at < _IDLE_SECONDS:
-                self._pause(_REST * took)
+            self._adapt(self._clock() - began, step)
             return pinned
+
+    @contextlib.contextmanager
+    def _paced(self) -> Iterator[None]:
+        """Make one call of the driver that holds up who launches work, then rest from it."""
+        with self._turn:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._submitting)
+            began = self._clock()
+            yield
+            took = self._clock() - began
+            busy = self._stepping or began - self._used_at < _IDLE_SECONDS
+            if busy and not self._leaving.is_set():
+                self._pause(_REST * took)
 
     def _adapt(self, took: float, step: int) -> None:
         if took > _LONG_SECONDS:
@@ -196,11 +209,16 @@ class SlabPins:
         return length
 
     def unpin(self, address: int) -> None:
-        """Unpin a range of a slab that is about to be unmapped."""
-        with self._changed:
-            self.pinned_bytes -= self._lengths.pop(address, 0)
-        try:
-            self._enter()
-            self._cuda.host_unregister(address)
-        except CudaError as error:
-            log_once(logging.WARNING, "memory cannot be unpinned: %s", error)
+        """Unpin a range of a slab that is about to be unmapped, then rest if the engine serves."""
+        with self._paced() if self._serving else contextlib.nullcontext():
+            try:
+                self._enter()
+                self._cuda.host_unregister(address)
+            except CudaError as error:
+                log_once(logging.WARNING, "memory cannot be unpinned: %s", error)
+            with self._changed:
+                self.pinned_bytes -= self._lengths.pop(address, 0)
+
+    def hurry(self) -> None:
+        """Rest no more: the engine leaves. Idempotent; wakes who rests."""
+        self._leaving.set()

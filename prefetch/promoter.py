@@ -169,6 +169,19 @@ class Promoter:
             self._queue.add(job)
         self._work.set()
 
+    def spare(self, waiter: Waiter, shape: BlockShape, priority: int, slack: float) -> None:
+        """Put no more before a waiter's blocks from now on than he can spare as things are now.
+
+        Args:
+            waiter: who waits.
+            shape: of the blocks.
+            priority: at which they were asked for.
+            slack: see `request`; what he had spared before is not given back.
+        """
+        job = self._jobs.get((waiter, shape, priority))
+        if job is not None and job.told:
+            job.slack = min(job.slack, slack)
+
     def ahead_bytes(
         self, blocks: Iterable[Block], priority: int, waiter: Waiter | None = None
     ) -> int:

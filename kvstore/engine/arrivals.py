@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvstore.index import Block
     from kvstore.prefetch.move import Waiter
     from kvstore.prefetch.promoter import Promoter
+    from kvstore.space import BlockShape
 
 __all__ = ["Arrivals"]
 
@@ -43,6 +44,11 @@ class Arrivals:
         if self.promoter is not None and len(unchecked) < len(blocks):
             cold = [b for b in blocks if b.host is None]
             self.promoter.request(cold, waiter, priority, deadline, slack)
+
+    def spare(self, waiter: Waiter, shape: BlockShape, priority: int, slack: float) -> None:
+        """Let others have less before a waiter than he was asked for with; see `Promoter.spare`."""
+        if self.promoter is not None:
+            self.promoter.spare(waiter, shape, priority, slack)
 
     def cancel(self, blocks: Sequence[Block], waiter: Waiter) -> None:
         """Take a waiter away."""

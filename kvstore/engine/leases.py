@@ -428,6 +428,8 @@ class Leases:
         if not self._worth.as_predicted(lease.pending):
             here = [at in lease.held for at in range(len(lease.run))]
             worth = self._worth.still(lease.pending, lease.run, here, lease)
+            shape, pending = lease.space.shape, lease.pending
+            self._arrivals.spare(lease, shape, pending.priority, pending.slack_bytes)
         if worth < len(lease.run):
             self._worth.ended(lease.pending, cut=True)
             at, seconds = max(worth, lease.count), lease.pending.block_seconds

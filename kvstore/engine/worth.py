@@ -68,6 +68,7 @@ class Pending:
         priority: of its promotions.
         begun: loop time.
         predicted_seconds: until the last block.
+        due_at: loop time after which it is so late that the choice is made anew.
         give_up_at: loop time after which the lease waits no more.
         turn_at: loop time until which waiting costs nothing.
         slack_bytes: of shorter jobs, that may be read first although they come later; infinite
@@ -80,6 +81,7 @@ class Pending:
     priority: int
     begun: float
     predicted_seconds: float
+    due_at: float
     give_up_at: float
     slack_bytes: float = math.inf
     pace: float = 0.0
@@ -167,12 +169,13 @@ class Worth:
         now = asyncio.get_running_loop().time()
         promoter = self.promoter
         if promoter is None:
-            return len(run), Pending(block_seconds, priority, now, 0.0, now + deadline_seconds)
+            end = now + deadline_seconds
+            return len(run), Pending(block_seconds, priority, now, 0.0, end, end)
         if self.stalled_seconds():
             at_once = next((i for i, ready in enumerate(here) if not ready), len(run))
             if at_once < len(run):
                 self._counters.counts["waits_declined_stalled"] += 1
-            return at_once, Pending(block_seconds, priority, now, 0.0, now)
+            return at_once, Pending(block_seconds, priority, now, 0.0, now, now)
         chosen = self._plan(run, here, block_seconds, deadline_seconds, priority, queued_seconds)
         cold = list(here[: chosen.blocks]).count(False)
         counts = self._counters.counts
@@ -189,12 +192,13 @@ class Worth:
         # What is in memory is only being checked: that is not computed anew meanwhile.
         if block_seconds and cold:
             patience = min(patience, queued_seconds + cold * block_seconds)
-            slack = _SPARED * pace * max(0.0, patience - chosen.wait_seconds)
+            slack = self._slack(pace, patience, chosen)
         return chosen.blocks, Pending(
             block_seconds,
             priority,
             now,
             chosen.wait_seconds,
+            now + _LATE_FACTOR * chosen.wait_seconds,
             now + patience,
             slack,
             pace,
@@ -235,7 +239,7 @@ class Worth:
         if self.promoter is None:
             return True
         now = asyncio.get_running_loop().time()
-        late = now > pending.begun + _LATE_FACTOR * pending.predicted_seconds
+        late = now > pending.due_at
         slow = self.promoter.path.pace(now) < pending.pace / _LATE_FACTOR
         return not (late or slow or now >= pending.give_up_at or self.stalled_seconds())
 
@@ -249,7 +253,7 @@ class Worth:
         """Return how many leading blocks of a run that is waited for are still worth it.
 
         Args:
-            pending: from `choose`.
+            pending: from `choose`; what is predicted now takes the place of what was.
             run: the whole run.
             here: per block, whether it has arrived.
             waiter: who waits.
@@ -271,7 +275,15 @@ class Worth:
             margin=0.0,
             waiter=waiter,
         )
+        pending.pace = self.promoter.path.pace(now)
+        pending.due_at = now + _LATE_FACTOR * chosen.wait_seconds
+        pending.slack_bytes = self._slack(pending.pace, left, chosen)
         return chosen.blocks
+
+    @staticmethod
+    def _slack(pace: float, patience_seconds: float, chosen: Plan) -> float:
+        """Return how many bytes of others a wait can spare."""
+        return _SPARED * pace * max(0.0, patience_seconds - chosen.wait_seconds)
 
     def ended(self, pending: Pending, *, cut: bool) -> None:
         """Take note of how a wait ended, or was shortened the first time."""

@@ -44,7 +44,10 @@ class LeaseWorld(PromoterWorld):
         worth = worth or Worth(Counters())
         worth.promoter = self.promoter
         arrivals = SimpleNamespace(
-            request=self.promoter.request, cancel=self.promoter.cancel, hurry=lambda blocks: None
+            request=self.promoter.request,
+            cancel=self.promoter.cancel,
+            spare=self.promoter.spare,
+            hurry=lambda blocks: None,
         )
         host = SimpleNamespace(generations=lambda slots: np.zeros(len(slots), np.uint64))
         self.leases = Leases(

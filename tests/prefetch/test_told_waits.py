@@ -158,3 +158,24 @@ def test_a_disk_that_was_another_one_before_the_start_is_found_out_by_the_first_
     assert most <= 16
     assert question.loaded == loaded
     assert question.first_token(COMPUTE) <= 1.05 * alone(question)
+
+
+def test_what_a_wrong_belief_promised_to_spare_is_not_taken() -> None:
+    """At the rate of before the start it could spare gigabytes: others would take all of its time."""
+
+    async def story() -> tuple[Question, list[Question]]:
+        world = LeaseWorld(BLOCK / (0.6 * COMPUTE), BLOCK, COMPUTE)
+        world.promoter.path.recall(1e9, 0.0)
+        world.promoter.start()
+        long = world.load(world.chain(100))
+        shorts = []
+        for _ in range(60):
+            await asyncio.sleep(0.15)
+            shorts.append(world.load(world.chain(10)))
+        await ended(world)
+        return long, shorts
+
+    long, shorts = run_in_virtual_time(story())
+    assert long.loaded == 100
+    assert long.ended - long.begun < 4.5
+    assert all(q.first_token(COMPUTE) <= alone(q) * 1.02 for q in shorts)

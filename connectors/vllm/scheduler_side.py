@@ -31,7 +31,7 @@ from kvstore.connectors.vllm.traces import begin_lookup, end_lookup
 from kvstore.connectors.vllm.tracks import MOST_ID_CHARS, ActiveLoad, Track, queue_seconds
 from kvstore.connectors.vllm.usage import Usage
 from kvstore.connectors.vllm.views import View, Views
-from kvstore.connectors.vllm.weights import adapter_identity
+from kvstore.connectors.vllm.weights import Adapters
 from kvstore.errors import KVStoreError
 from kvstore.space import SpaceSpec
 
@@ -80,6 +80,7 @@ class SchedulerSide:
         self._clock = clock
         self._roster = Roster(engine)
         self._views = Views(client, self._spec)
+        self._adapters = Adapters()
         self._view_id = ""
         self._tracks: dict[str, Track] = {}
         self._loads: dict[str, ActiveLoad] = {}
@@ -119,9 +120,9 @@ class SchedulerSide:
 
     def on_new_request(self, request: Any) -> None:
         """Send Acquire at once: the answer is on its way while the request waits in the queue."""
-        adapter = adapter_identity(getattr(request, "lora_request", None))
-        track = self._tracks[request.request_id] = Track(request, adapter)
-        if not self._enabled():
+        adapter = self._adapters.identity(getattr(request, "lora_request", None))
+        track = self._tracks[request.request_id] = Track(request, adapter or "")
+        if adapter is None or not self._enabled():
             track.loads = track.stores = False
             return
         view = self._view(track)
@@ -389,10 +390,7 @@ class SchedulerSide:
             meta.stores = self._plan.stores(
                 output, self._tracks, self._view, self._roster.writers, self._budget
             )
-            for view in self._views.all():
-                self._plan.top_up(view, self._tracks.values(), self._roster.writers)
-                if not self._tracks:
-                    self._plan.give_back(view)
+            self._plan.level(self._views.all(), self._tracks.values(), self._roster.writers)
 
     def output(self, output: Any) -> None:
         """Take in what the workers have finished."""
@@ -469,8 +467,7 @@ class SchedulerSide:
         if self.settings.store:
             self._plan.ended(track, table)
         if not self._tracks:
-            for view in self._views.all():
-                self._plan.give_back(view)
+            self._plan.give_back(self._views.all())
 
     def reset(self) -> None:
         """Move this engine to a view of its own, where nothing is stored yet.

@@ -18,8 +18,8 @@ class Settings(BaseModel):
         target: address of the daemon; "" is the default daemon's socket.
         tenant: engines of different tenants share no blocks.
         model: name of the model in the store; "" takes vLLM's.
-        weights_version: names the weights. "" samples the checkpoint's files, which does not
-            notice weights that are changed in place while the engine runs.
+        weights_version: names the weights, and those of a draft model. "" samples the checkpoint's
+            files, which does not notice weights that are changed in place while the engine runs.
         block_tokens: tokens per stored block, rounded up to whole engine blocks.
         step_wait_seconds: how long a scheduling step may wait for answers, in all.
         answer_seconds: how long the daemon may take to open the space, and to answer a request.

@@ -9,13 +9,15 @@ from typing import Any, Final
 
 from kvstore.connectors.vllm.guard import log_once
 from kvstore.connectors.vllm.settings import Settings
-from kvstore.connectors.vllm.weights import model_identity
+from kvstore.connectors.vllm.weights import draft_identity, model_identity
 from kvstore.space import SpaceSpec
 
 __all__ = ["EngineShape", "describe_engine", "memory_context", "root_seed", "space_spec"]
 
-# Specs whose blocks hold all tokens of their positions, for as long as the request has them.
+# Specs whose blocks hold all tokens of their positions, for as long as the request has them; and
+# those derived from them of which that is not so.
 _WHOLE_CONTEXT: Final = ("FullAttentionSpec", "MLAAttentionSpec")
+_NOT_WHOLE: Final = ("SinkFullAttentionSpec", "RSWASpec", "HiddenStateCacheSpec")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +89,12 @@ def _refusal(vllm_config: Any, kv_cache_config: Any) -> str:
     inner = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
     for one in inner:
         names = {cls.__name__ for cls in type(one).__mro__}
-        if not names.intersection(_WHOLE_CONTEXT) or "SinkFullAttentionSpec" in names:
+        if not names.intersection(_WHOLE_CONTEXT) or names.intersection(_NOT_WHOLE):
             return f"a KV cache of kind {type(one).__name__} is not supported yet"
+        if getattr(one, "non_causal", False):
+            return "what this model computes for a token depends on later tokens, not on a prefix"
+    if not getattr(vllm_config.model_config, "is_prefix_caching_supported", True):
+        return "vLLM does not support prefix caching for this model and its pooling"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         return "calculate_kv_scales makes blocks that only this engine run can read"
     unit = getattr(kv_cache_config, "hash_block_size", None)
@@ -129,12 +135,17 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any, settings: Settings) 
     refusal = _refusal(vllm_config, kv_cache_config)
     groups = kv_cache_config.kv_cache_groups
     block_tokens = int(groups[0].kv_cache_spec.block_size if groups else cache.block_size)
-    model, weights = settings.model, settings.weights_version
-    if not refusal and not (model and weights):
-        found, sampled = model_identity(
-            vllm_config.model_config, getattr(vllm_config, "load_config", None)
+    model, weights = settings.model, ""
+    if not refusal:
+        found, weights = model_identity(
+            vllm_config.model_config,
+            getattr(vllm_config, "load_config", None),
+            settings.weights_version,
         )
-        model, weights = model or found, weights or sampled
+        model = model or found
+        draft = draft_identity(vllm_config)
+        if weights and draft:
+            weights = f"{weights}/{draft}"
         if not weights:
             refusal = (
                 f"the weights of {model} are not found on this machine: set weights_version in"
@@ -202,7 +213,7 @@ def space_spec(
         shard_bytes: bytes of a stored block per shard.
         seed: from `root_seed`.
         view: id of this engine's fresh view after `reset_cache`; "" before.
-        adapter: from `adapter_identity`.
+        adapter: from `Adapters.identity`.
     """
     # Lengths keep "a" + "bc" apart from "ab" + "c".
     tenant = f"{len(settings.tenant)}:{settings.tenant}/view {view}" if view else settings.tenant

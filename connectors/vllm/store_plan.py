@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.connectors.vllm.credits import Credits
 from kvstore.connectors.vllm.metadata import NO_BLOCKS, Load, Store, WorkerInfo
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.connectors.vllm.space import EngineShape
@@ -403,11 +402,23 @@ class StorePlan:
         ]
         return Keys(b"".join(keys), len(keys[0])) if keys else ()
 
-    def give_back(self, view: View) -> None:
-        """No request is left: give back slots but a few for the next one's first step."""
-        credits: Credits | None = view.credits
-        if credits is not None and not self._late:
-            credits.give_back(self._settings.idle_credit_bytes // view.spec.block_bytes)
+    def level(
+        self, views: list[View], tracks: Collection[Track], writers: list[WorkerInfo]
+    ) -> None:
+        """Reserve what the requests at hand will need next; give back what others needed."""
+        in_use = {id(track.view) for track in tracks}
+        for view in views:
+            self.top_up(view, tracks, writers)
+        self.give_back([view for view in views if id(view) not in in_use])
+
+    def give_back(self, views: list[View]) -> None:
+        """No request of these is left: give back slots but a few for the next one's first step."""
+        if self._late:
+            return
+        for view in views:
+            if view.credits is not None:
+                keep = self._settings.idle_credit_bytes // len(views)
+                view.credits.give_back(keep // view.spec.block_bytes)
 
     def pending(self) -> bool:
         """Return whether stores are under way that have not begun too long ago."""

@@ -199,12 +199,14 @@ class Views:
 
     def get(self, adapter: str) -> View:
         """Return an adapter's view, opening it when it is new."""
-        view = self._views.get(adapter)
+        # The one used last comes last.
+        view = self._views.pop(adapter, None)
         if view is None:
             if len(self._views) >= _MOST_VIEWS:
                 oldest = next(iter(self._views))
                 self._views.pop(oldest).close()
-            view = self._views[adapter] = View(self._client, self._spec_of(adapter), self._opener)
+            view = View(self._client, self._spec_of(adapter), self._opener)
+        self._views[adapter] = view
         return view
 
     def all(self) -> list[View]:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["adapter_identity", "model_identity"]
+from kvstore.connectors.vllm.guard import log_once
+
+__all__ = ["Adapters", "draft_identity", "model_identity"]
 
 _SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _HEAD_BYTES: Final = 64 << 10
@@ -21,6 +24,11 @@ _PAGE_BYTES: Final = 4096
 _PAGES: Final = 64
 # Differ between processes that run the same weights.
 _IGNORED: Final = {"transformers_version", "_name_or_path", "_commit_hash", "architectures"}
+# Named in the configuration of models whose KV depends on the longest context that vLLM was
+# started for: long or short factors for all positions, tuned temperatures.
+_DEPEND_ON_LENGTH: Final = ("longrope", "long_factor", "dynamic", "llama4")
+# Adapters that are remembered; one takes some 500 bytes.
+_MOST_ADAPTERS: Final = 1 << 16
 
 
 def _sample(digest: Any, path: Path) -> None:
@@ -42,9 +50,9 @@ def _sampled(directory: Path) -> str:
     return digest.hexdigest()[:32] if files else ""
 
 
-def _checkpoint(model: str, revision: str | None) -> Path | None:
+def _checkpoint(model: str, revision: str | None, file: str = "config.json") -> Path | None:
     """Return where the model's files are on this machine, without fetching anything."""
-    local = Path(model)
+    local = Path(model).expanduser()
     if local.exists():
         return local
     try:
@@ -52,22 +60,32 @@ def _checkpoint(model: str, revision: str | None) -> Path | None:
     except ImportError:
         return None
     try:
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        found = try_to_load_from_cache(model, file, revision=revision)
     except ValueError:  # not the name of a repository
         return None
     return Path(found).parent if isinstance(found, str | os.PathLike) else None
 
 
-def model_identity(model_config: Any, load_config: Any) -> tuple[str, str]:
+def model_identity(
+    model_config: Any, load_config: Any, weights_version: str = ""
+) -> tuple[str, str]:
     """Return the model's name and what names its weights and configuration.
 
-    The second is "" when the weights cannot be found on this machine.
+    Args:
+        model_config: vLLM's.
+        load_config: likewise.
+        weights_version: names the weights; "" samples the checkpoint's files.
+
+    Returns:
+        The second is "" when the weights have no name and cannot be found on this machine.
     """
     model = str(model_config.model)
     path = _checkpoint(model, getattr(model_config, "revision", None))
     name = path.name if path is not None and Path(model).exists() else model
     load_format = str(getattr(load_config, "load_format", "auto"))
-    if load_format.endswith("dummy"):
+    if weights_version:
+        weights = weights_version
+    elif load_format.endswith("dummy"):
         weights = f"dummy-{getattr(model_config, 'seed', 0)}"
     elif path is None:
         return name, ""
@@ -82,6 +100,19 @@ def model_identity(model_config: Any, load_config: Any) -> tuple[str, str]:
     return name, f"{weights}-{_configuration(model_config)}"
 
 
+def draft_identity(vllm_config: Any) -> str:
+    """Return what names the weights of a draft model, whose KV lies in the same blocks; "" for none.
+
+    Also "" where they are the model's own, or cannot be found: `weights_version` tells those apart.
+    """
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    model = getattr(draft, "model", None)
+    if not model or str(model) == str(vllm_config.model_config.model):
+        return ""
+    return model_identity(draft, getattr(vllm_config, "load_config", None))[1]
+
+
 def _configuration(model_config: Any) -> str:
     """Return a digest of what changes KV values besides weights: rope, window, quantization."""
     config = getattr(model_config, "hf_config", None)
@@ -90,17 +121,64 @@ def _configuration(model_config: Any) -> str:
     kept["kvstore.dtype"] = str(getattr(model_config, "dtype", ""))
     kept["kvstore.quantization"] = str(getattr(model_config, "quantization", None))
     text = json.dumps(kept, sort_keys=True, default=str)
+    if any(word in text for word in _DEPEND_ON_LENGTH):
+        # What was asked for, too: the model is built before a length that fits is found.
+        lengths = [
+            getattr(model_config, name, None)
+            for name in ("max_model_len", "original_max_model_len")
+        ]
+        text = f"{text} {lengths}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def adapter_identity(lora_request: Any) -> str:
-    """Return what names a LoRA adapter; vLLM's hashes cover its name only.
+class Adapters:
+    """Names the LoRA adapters of one engine; vLLM's hashes cover name and path only.
 
-    Two engines may have given one name to different adapters, so its files are sampled too.
+    Two engines may have given one name to different adapters, so the files are sampled: once, because
+    the engine reads them once. When they change afterwards, it may go on with what it has read, or
+    read them again after it had to drop the adapter: then nobody knows what its KV is of.
     """
-    if lora_request is None:
-        return ""
-    name = str(getattr(lora_request, "lora_name", ""))
-    path = Path(str(getattr(lora_request, "lora_path", "")))
-    files = _sampled(path) if path.is_dir() else f"at {path}"
-    return f"lora {name} {files}"
+
+    def __init__(self) -> None:
+        """Know none."""
+        # By number, name and path: what names it, and what its files looked like then.
+        self._known: dict[tuple[int, str, str], tuple[str, tuple[Any, ...]]] = {}
+
+    def identity(self, lora_request: Any) -> str | None:
+        """Return what names an adapter, "" for none; None when its blocks must not be shared."""
+        if lora_request is None:
+            return ""
+        name = str(getattr(lora_request, "lora_name", ""))
+        path = str(getattr(lora_request, "lora_path", ""))
+        directory = _checkpoint(path, None, "adapter_config.json")
+        looks = _looks(directory)
+        key = (int(getattr(lora_request, "lora_int_id", 0)), name, path)
+        known = self._known.get(key)
+        if known is None and directory is not None:
+            known = self._known[key] = f"lora {name} {_sampled(directory)}", looks
+            if len(self._known) > _MOST_ADAPTERS:
+                del self._known[next(iter(self._known))]
+        if getattr(lora_request, "load_inplace", False):
+            why = "it is loaded in place"
+        elif known is None or not looks:
+            why = f"no weights are found at {path}"
+        elif known[1] != looks:
+            why = f"files in {path} have changed since it was first used; use another path"
+        else:
+            return known[0]
+        log_once(
+            logging.WARNING, "the blocks of adapter %s are neither loaded nor stored: %s", name, why
+        )
+        return None
+
+
+def _looks(directory: Path | None) -> tuple[Any, ...]:
+    """Return what changes when the weights in a directory are written; () without any."""
+    if directory is None:
+        return ()
+    try:
+        with os.scandir(directory) as entries:
+            found = [(e.name, e.stat()) for e in entries if e.name.endswith(_SUFFIXES)]
+    except OSError:
+        return ()
+    return tuple(sorted((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in found))

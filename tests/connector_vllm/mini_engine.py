@@ -41,7 +41,7 @@ class Request:
         self.max_tokens = max_tokens
         self.num_computed_tokens = 0
         self.block_hashes: list[bytes] = []
-        self.lora_request = None
+        self.lora_request: Any = None
         self.skip_reading_prefix_cache = False
         self.status = "waiting"
         self.table: list[int] = []
@@ -160,8 +160,11 @@ class MiniEngine:
 
     # The scheduler.
 
-    def add(self, tokens: list[int], max_tokens: int = 1, name: str = "") -> Request:
+    def add(
+        self, tokens: list[int], max_tokens: int = 1, name: str = "", lora: Any = None
+    ) -> Request:
         request = Request(name or f"r{next(self.names)}", tokens, max_tokens)
+        request.lora_request = lora
         self.all[request.request_id] = request
         self.waiting.append(request)
         self.top.on_new_request(request)

@@ -17,7 +17,7 @@ from kvstore.connectors.vllm.metadata import Load, StepMeta, Store, WorkerInfo, 
 from kvstore.connectors.vllm.roster import Roster
 from kvstore.connectors.vllm.settings import Settings
 from kvstore.connectors.vllm.space import EngineShape, describe_engine, space_spec
-from kvstore.connectors.vllm.weights import adapter_identity
+from kvstore.connectors.vllm.weights import Adapters
 from kvstore.errors import ConfigError
 
 
@@ -34,6 +34,14 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 class SlidingWindowSpec:
     block_size = 32
+
+
+class NonCausalSpec(FullAttentionSpec):
+    non_causal = True
+
+
+class RSWASpec(FullAttentionSpec):
+    """Drops blocks from the middle of what it has generated."""
 
 
 class HfConfig:
@@ -74,11 +82,14 @@ def config(
             dtype="torch.bfloat16",
             use_mla=mla,
             hf_config=HfConfig(**(hf or {"rope_theta": 1})),
+            quantization=fields.get("quantization"),
+            max_model_len=fields.get("max_model_len", 1024),
+            is_prefix_caching_supported=fields.get("prefixes", True),
             get_total_num_kv_heads=lambda: kv_heads,
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
         load_config=SimpleNamespace(load_format="auto"),
-        speculative_config=None,
+        speculative_config=fields.get("speculative"),
     )
 
 
@@ -130,6 +141,42 @@ def test_weights_changed_in_place_are_another_space(checkpoint: Path) -> None:
     assert name(shape(checkpoint)) != before
 
 
+def test_a_name_for_the_weights_does_not_stand_for_their_configuration(checkpoint: Path) -> None:
+    named = Settings(weights_version="v1")
+    names = [
+        name(shape(checkpoint, settings=named, **fields), settings=named)
+        for fields in ({}, {"hf": {"rope_theta": 2}}, {"quantization": "fp8"})
+    ]
+    assert len(set(names)) == 3
+
+
+@pytest.mark.parametrize("rope", ["longrope", "dynamic"])
+def test_rotary_embeddings_chosen_by_the_longest_context_are_told_apart(
+    checkpoint: Path, rope: str
+) -> None:
+    """vLLM takes long factors for all positions, or for none: by max_model_len."""
+    scaled: dict[str, Any] = {"hf": {"rope_parameters": {"rope_type": rope}}}
+    short, long = (shape(checkpoint, **scaled, max_model_len=n) for n in (512, 1024))
+    assert name(short) != name(long)
+    short, long = (shape(checkpoint, max_model_len=n) for n in (512, 1024))
+    assert name(short) == name(long)
+
+
+def test_drafts_of_another_model_are_another_space(checkpoint: Path, tmp_path: Path) -> None:
+    names = []
+    for i in range(2):
+        draft = tmp_path / f"draft{i}"
+        draft.mkdir()
+        (draft / "model.safetensors").write_bytes(bytes([i]) * 999)
+        model = SimpleNamespace(model=str(draft))
+        engine = shape(checkpoint, speculative=SimpleNamespace(draft_model_config=model))
+        names.append(name(engine))
+    same = SimpleNamespace(draft_model_config=SimpleNamespace(model=str(checkpoint)))  # n-grams
+    names.append(name(shape(checkpoint, speculative=same)))
+    assert len(set(names)) == 3
+    assert names[2] == name(shape(checkpoint))
+
+
 def test_the_same_weights_elsewhere_are_the_same_space(checkpoint: Path, tmp_path: Path) -> None:
     copy = tmp_path / "elsewhere" / "model"
     copy.mkdir(parents=True)
@@ -143,15 +190,33 @@ def test_weights_that_cannot_be_found_must_be_named(tmp_path: Path) -> None:
     assert not shape(missing, settings=Settings(weights_version="v1")).refusal
 
 
+def adapter(directory: Path, fill: int = 0) -> Any:
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_model.safetensors").write_bytes(bytes([fill]) * 999)
+    return SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(directory))
+
+
 def test_adapters_of_one_name_are_told_apart_by_their_files(tmp_path: Path) -> None:
-    made = []
-    for i in range(2):
-        (tmp_path / str(i)).mkdir()
-        (tmp_path / str(i) / "adapter_model.safetensors").write_bytes(bytes([i]) * 999)
-        request = SimpleNamespace(lora_name="a", lora_path=str(tmp_path / str(i)))
-        made.append(adapter_identity(request))
+    made = [Adapters().identity(adapter(tmp_path / str(i), i)) for i in range(2)]
     assert made[0] != made[1]
-    assert adapter_identity(None) == ""
+    assert Adapters().identity(None) == ""
+
+
+def test_an_adapter_whose_files_change_under_it_is_not_shared(tmp_path: Path) -> None:
+    """The engine runs what it read once; or, if it dropped that meanwhile, what is there now."""
+    adapters = Adapters()
+    request = adapter(tmp_path / "a", 1)
+    before = adapters.identity(request)
+    assert before
+    assert adapters.identity(request) == before
+    adapter(tmp_path / "a", 2)
+    assert adapters.identity(request) is None
+    # Loaded anew, it has another number.
+    request.lora_int_id = 2
+    assert adapters.identity(request) not in (None, before)
+    # Read from its files again and again.
+    request.load_inplace = True
+    assert adapters.identity(request) is None
 
 
 @pytest.mark.parametrize(
@@ -161,6 +226,9 @@ def test_adapters_of_one_name_are_told_apart_by_their_files(tmp_path: Path) -> N
         ((SlidingWindowSpec(),), {}, "SlidingWindowSpec"),
         ((), {"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ((), {"scales": True}, "calculate_kv_scales"),
+        ((NonCausalSpec(),), {}, "later tokens"),
+        ((RSWASpec(),), {}, "RSWASpec"),
+        ((), {"prefixes": False}, "prefix caching"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

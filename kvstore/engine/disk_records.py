@@ -109,10 +109,12 @@ class DiskRecords:
     async def save_touches(self, blocks: Sequence[Block]) -> None:
         """Rewrite the records of blocks whose place in the LRU order has changed."""
         async with self.rewriting:
-            changed = [b for b in blocks if b.disk is not None and b.sequence != b.recorded]
-            records = [record_of(b, b.disk) for b in changed if b.disk is not None]
-            if records and await self.commit(records, []):
-                for block, record in zip(changed, records, strict=True):
+            # A dead one is on disk while somebody reads it still: its record would name the epoch
+            # that its space has now, or replace that of the block which has its key by now.
+            changed = [b for b in blocks if not b.dead and b.sequence != b.recorded]
+            records = {b: record_of(b, b.disk) for b in changed if b.disk is not None}
+            if records and await self.commit(list(records.values()), []):
+                for block, record in records.items():
                     block.recorded = record.sequence
 
     async def rewrite(self, records: Sequence[BlockRecord]) -> bool:

@@ -238,8 +238,7 @@ class Engine(Assembly):
     ) -> int:
         """Pin the leading run, durably; return its length."""
         run, _ = self.leases.find_run(space, keys)
-        await self.pins.pin(space, run, ttl_seconds, owner)
-        return len(run)
+        return await self.pins.pin(space, run, ttl_seconds, owner)
 
     async def flush(self, timeout: float, *, unused: bool = True) -> tuple[int, list[Block]]:
         """Make everything that is committed now durable on disk.

@@ -93,38 +93,44 @@ class Pins:
 
     async def pin(
         self, space: SpaceIndex, run: Sequence[Block], ttl_seconds: float, owner: str = ""
-    ) -> None:
+    ) -> int:
         """Pin a run until unpinned, or for a time; durable on return.
+
+        Returns:
+            how many blocks: those that are still there when its turn comes.
 
         Raises:
             StoreDamaged: what is in force is as before.
         """
         until = time.time() + ttl_seconds if ttl_seconds else NEVER
         expires = 0.0 if until == NEVER else until
-        keys = [block.key for block in run]
-        # At once: nothing of the run may leave while the store is at work.
+        # At once: nothing of the run may leave while others have their turn, or the store is at work.
         for block in run:
             block.pinned_until = max(until, block.pinned_until)
-        async with self._turn:
-            pinned = self._until.setdefault(space.id, {})
-            before = {key: pinned[key].get(owner) for key in keys if key in pinned}
-            for key in keys:
-                pinned.setdefault(key, {})[owner] = until
-            self._first_end[space.id] = min(until, self.first_end(space.id))
-            records = [PinRecord(space.id, key, expires, owner) for key in keys]
-            try:
-                await self._store.run(self._store.store.put_pins, records)
-            except KVStoreError:
+        try:
+            async with self._turn:
+                keys = [block.key for block in run if not block.dead]
+                pinned = self._until.setdefault(space.id, {})
+                before = {key: pinned[key].get(owner) for key in keys if key in pinned}
                 for key in keys:
-                    old = before.get(key)
-                    if old is None:
-                        self._remove(space.id, (key, owner))
-                    elif key in pinned:
-                        pinned[key][owner] = old
-                raise
-            finally:
-                for key in keys:
-                    self._apply(space.id, key)
+                    pinned.setdefault(key, {})[owner] = until
+                self._first_end[space.id] = min(until, self.first_end(space.id))
+                records = [PinRecord(space.id, key, expires, owner) for key in keys]
+                try:
+                    await self._store.run(self._store.store.put_pins, records)
+                except KVStoreError:
+                    for key in keys:
+                        old = before.get(key)
+                        if old is None:
+                            self._remove(space.id, (key, owner))
+                        elif key in pinned:
+                            pinned[key][owner] = old
+                    raise
+                return len(keys)
+        finally:
+            # Also when the caller goes before its turn: nothing of it is in force then.
+            for block in run:
+                self._apply(space.id, block.key)
 
     async def unpin(
         self, space: SpaceIndex, keys: Iterable[bytes] | None, owner: str | None = None

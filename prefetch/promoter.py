@@ -91,6 +91,9 @@ class Promoter:
         self._bytes = 0
         # Shapes for which there was no room a moment ago.
         self._stalled: set[BlockShape] = set()
+        # For the batch that seeks room: what was taken out of whose items, and who has none left.
+        self._taken: list[tuple[WaiterJob, Move]] = []
+        self._emptied: list[WaiterJob] = []
         self._work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.path = PathEstimate()
@@ -318,12 +321,15 @@ class Promoter:
         return [move for move in batch if move.state is MoveState.TAKEN]
 
     def _put_back(self, moves: Sequence[Move]) -> None:
-        """Moves that found no room are next in their jobs again."""
-        for move in reversed(moves):
+        """Moves that found no room are next in their jobs again, and these stand where they stood."""
+        for move in moves:
             move.state = MoveState.QUEUED
-            for job in move.jobs:
+        for job, move in reversed(self._taken):
+            if move.state is MoveState.QUEUED and job in move.jobs:
                 job.items.appendleft(move)
-                self._queue.add(job)
+        for job in reversed(self._emptied):
+            if job.items:
+                self._queue.back(job)
 
     def _next_batch(self) -> list[Move]:
         """Take the queued moves that come first among those of one shape, up to a batch.
@@ -345,6 +351,8 @@ class Promoter:
     def _gather(self) -> list[Move]:
         batch: list[Move] = []
         room = 0
+        self._taken.clear()
+        self._emptied.clear()
         now = asyncio.get_running_loop().time()
         while (job := self._pick(batch)) is not None:
             assert isinstance(job, WaiterJob)
@@ -353,7 +361,7 @@ class Promoter:
                 continue
             move = self._next_move(job)
             if move is None:
-                self._queue.remove(job)
+                self._empty(job)
                 continue
             size = move.block.space.shape.block_bytes
             most = max(size, _FIRST_BATCH_BYTES)
@@ -366,14 +374,20 @@ class Promoter:
             while move is not None and (not batch or size <= min(room, most)):
                 job.items.popleft()
                 move.state = MoveState.TAKEN
+                self._taken.append((job, move))
                 batch.append(move)
                 room -= size
                 most -= size
                 move = self._next_move(job)
             if move is not None:
                 break
-            self._queue.remove(job)
+            self._empty(job)
         return batch
+
+    def _empty(self, job: WaiterJob) -> None:
+        """A job has nothing more to begin, unless its moves are put back."""
+        self._queue.remove(job)
+        self._emptied.append(job)
 
     def _pick(self, batch: Sequence[Move]) -> Job[Move] | None:
         """Return the job that goes next, of those whose blocks may join a batch."""
@@ -392,15 +406,19 @@ class Promoter:
             if move.state is MoveState.QUEUED and job in move.jobs:
                 return move
             items.popleft()
+            if move.state is MoveState.TAKEN:
+                self._taken.append((job, move))
         return None
 
     def _drop(self, job: WaiterJob) -> None:
         """The job's deadline has passed: what has not begun is not wanted any more."""
-        self._queue.remove(job)
+        self._empty(job)
         for move in list(job.items):
             if move.state is MoveState.QUEUED and job in move.jobs:
                 self._leave(job, move)
                 job.waiter.failed(move.block, MissReason.DEADLINE)
+            elif move.state is MoveState.TAKEN:
+                self._taken.append((job, move))
         job.items.clear()
 
     def _cause(self, block: Block) -> MissReason:

@@ -51,6 +51,7 @@ class Job(Generic[Item]):
         batches: how often it was picked.
         in_passing: whether it was picked last by age, before jobs in front of it.
         queued: whether it competes.
+        place: how many jobs stood before it when it did last.
     """
 
     __slots__ = (
@@ -63,6 +64,7 @@ class Job(Generic[Item]):
         "left",
         "moving",
         "order",
+        "place",
         "priority",
         "queued",
         "slack",
@@ -88,6 +90,7 @@ class Job(Generic[Item]):
         self.batches = 0
         self.in_passing = False
         self.queued = False
+        self.place = 0
 
     @property
     def cost(self) -> int:
@@ -165,11 +168,24 @@ class JobQueue(Generic[Item]):
             return
         if job.order < 0:
             job.order = next(self._order)
+        self._open(job).enter(job)
+
+    def back(self, job: Job[Item]) -> None:
+        """Let a job compete again that was removed a moment ago, where it stood.
+
+        Of several, the one that was removed last comes first.
+        """
+        if not job.queued:
+            line = self._open(job)
+            line.jobs.insert(min(job.place, len(line.jobs)), job)
+
+    def _open(self, job: Job[Item]) -> _Line[Item]:
+        """Note that a job competes; return its line, where it has no place yet."""
         job.queued = True
         line = self._lines.setdefault(job.priority, _Line())
-        line.enter(job)
         if not job.told:
             bisect.insort(line.ages, job, key=_age)
+        return line
 
     def changed(self, job: Job[Item]) -> None:
         """Take note that a job has another number of bytes left."""
@@ -182,7 +198,8 @@ class JobQueue(Generic[Item]):
             return
         job.queued = False
         line = self._lines[job.priority]
-        line.jobs.remove(job)
+        job.place = line.jobs.index(job)
+        del line.jobs[job.place]
         if not job.told:
             del line.ages[bisect.bisect_left(line.ages, job.order, key=_age)]
         if not line.jobs:

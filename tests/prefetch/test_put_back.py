@@ -1,0 +1,91 @@
+"""What found no room a moment ago is next again, where it stood; and nobody else is the worse for it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from promoter_world import PromoterWorld, RunOf
+from virtual_time import run_in_virtual_time
+
+from kvstore.index import Block
+from kvstore.prefetch.host_room import HostRoom
+from kvstore.prefetch.promoter import Promoter
+from kvstore.space import BlockShape
+from kvstore.tiers.base import Slot
+from kvstore.units import KIB
+
+BLOCK = 16 * KIB
+
+
+class _Full:
+    """Gives as many slots as it is told to."""
+
+    def __init__(self, promoter: Promoter) -> None:
+        self._host = promoter._host
+        promoter._host = cast("HostRoom", self)
+        self.left = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._host, name)
+
+    def take(self, shape: BlockShape, count: int, older_than: int | None) -> list[Slot]:
+        taken = min(count, self.left)
+        self.left -= taken
+        return list(self._host.take(shape, taken, older_than))
+
+    async def room(self, timeout: float) -> bool:
+        await asyncio.sleep(timeout)
+        return True
+
+
+def _line(world: PromoterWorld) -> list[tuple[int, float]]:
+    """Return the jobs in line, by the bytes that they have left, and their slack."""
+    return [(job.left // BLOCK, job.slack) for job in world.promoter._queue.jobs()]
+
+
+def test_jobs_without_room_keep_their_places_and_their_slack() -> None:
+    async def story() -> tuple[list[tuple[int, float]], list[tuple[int, float]], list[int]]:
+        world = PromoterWorld(1e6, BLOCK)
+        full = _Full(world.promoter)
+        chains = [world.chain(n) for n in (4, 2, 3, 9)]
+        waiters = [RunOf(chain) for chain in chains]
+        # The first two were told that nobody comes before them, the third that a block may.
+        for chain, waiter, slack in zip(chains, waiters, (0, 0, BLOCK, 20 * BLOCK), strict=True):
+            world.promoter.request(chain, waiter, 0, slack=slack)
+        before = _line(world)
+        world.promoter.start()
+        await asyncio.sleep(1)
+        after = _line(world)
+        # Room comes a block at a time.
+        order: list[int] = []
+        while not all(waiter.done.done() for waiter in waiters):
+            full.left = 1
+            await asyncio.sleep(0.1)
+            order += [i for i, w in enumerate(waiters) if w.done.done() and i not in order]
+        await world.promoter.stop()
+        return before, after, order
+
+    before, after, order = run_in_virtual_time(story())
+    assert after == before
+    assert [left for left, _ in before] == [4, 2, 3, 9]
+    assert order == [0, 1, 2, 3]
+
+
+def test_a_block_that_two_wait_for_stands_once_with_each_however_long_there_is_no_room() -> None:
+    async def story() -> tuple[list[list[Block]], list[list[Block]]]:
+        world = PromoterWorld(1e6, BLOCK)
+        _Full(world.promoter)
+        chain = world.chain(6)
+        world.ask(chain[3:])
+        world.ask(chain)
+        stood = [[move.block for move in job.items] for job in world.promoter._queue.jobs()]
+        world.promoter.start()
+        await asyncio.sleep(10)
+        stand = [[move.block for move in job.items] for job in world.promoter._queue.jobs()]
+        await world.promoter.stop()
+        return stood, stand
+
+    stood, stand = run_in_virtual_time(story())
+    assert [len(items) for items in stood] == [3, 6]
+    assert stand == stood

@@ -57,11 +57,6 @@ class Move:
     jobs: dict[WaiterJob, None] = field(default_factory=dict)
     state: MoveState = MoveState.QUEUED
 
-    def comes_for(self, priority: int) -> bool:
-        """Whether it comes without another job of a class: it is under way, or wanted as urgently."""
-        moving = self.state is MoveState.MOVING
-        return moving or any(job.priority >= priority for job in self.jobs)
-
 
 class WaiterJob(Job[Move]):
     """A job, and what it comes to.
@@ -82,3 +77,10 @@ class WaiterJob(Job[Move]):
         self.waiter = waiter
         self.moves = 0
         self.traceparent = tracing.carried()
+
+    def orphaned(self, other: Job[Move], size: int) -> None:
+        """Another job does not want a block any more that may have come for it alone."""
+        lost = min(size, self.shared.get(other, 0))
+        if lost:
+            self.shared[other] -= lost
+            self.brought += lost

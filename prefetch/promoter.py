@@ -25,32 +25,30 @@ from kvstore import tracing
 from kvstore.errors import TierError
 from kvstore.miss import MissReason
 from kvstore.prefetch.admission import admitted
+from kvstore.prefetch.ahead import bytes_ahead
+from kvstore.prefetch.batch import QUANTUM_SECONDS, batch_bytes, first_bytes, passing_bytes
 from kvstore.prefetch.estimate import PathEstimate
 from kvstore.prefetch.move import Move, MoveState, Waiter, WaiterJob
-from kvstore.prefetch.queue import FRONT_PICKS, Job, JobQueue
+from kvstore.prefetch.queue import Job, JobQueue
+from kvstore.prefetch.wanted import Wanted
+from kvstore.space import BlockShape
 from kvstore.tiers.base import Outcome, Transfer
-from kvstore.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from kvstore.index import Block, BlockIndex
     from kvstore.prefetch.host_room import HostRoom
-    from kvstore.space import BlockShape
     from kvstore.tiers.base import Slot, Tier
 
 __all__ = ["Promoter"]
 
 log = logging.getLogger(__name__)
 
-# A batch is what the path moves in this time, and at most so much.
-_QUANTUM_SECONDS: Final = 0.003
-_BATCH_BYTES: Final = 16 * MIB
-_FIRST_BATCH_BYTES: Final = 256 * KIB
 _BATCHES_AT_ONCE: Final = 3
 # Of lower priority than requests have: with more under way than the path moves in this time, none begins.
 _BEHIND: Final = 0
-_BEHIND_SECONDS: Final = (_BATCHES_AT_ONCE - 1) * _QUANTUM_SECONDS
+_BEHIND_SECONDS: Final = (_BATCHES_AT_ONCE - 1) * QUANTUM_SECONDS
 _ROOM_POLL_SECONDS: Final = 0.05
 
 
@@ -146,6 +144,7 @@ class Promoter:
                 infinite when nobody counts on when they arrive.
         """
         job: WaiterJob | None = None
+        wanted = Wanted(self._queue, priority)
         for block in blocks:
             shape = block.space.shape
             if job is None:
@@ -160,7 +159,7 @@ class Promoter:
                 self._bytes += shape.block_bytes
                 self._index.hold_disk(block)
             if job not in move.jobs:
-                job.brought += 0 if move.comes_for(priority) else shape.block_bytes
+                wanted.add(move, shape.block_bytes)
                 move.jobs[job] = None
                 job.moves += 1
                 job.left += shape.block_bytes
@@ -168,8 +167,12 @@ class Promoter:
                     job.items.append(move)
                 elif move.state is MoveState.MOVING:
                     job.moving += shape.block_bytes
-        if job is not None and job.items:
-            self._queue.add(job)
+        if job is not None:
+            job.brought += wanted.brought
+            for other, size in wanted.shared.items():
+                job.shared[other] = job.shared.get(other, 0) + size
+            if job.items:
+                self._queue.add(job)
         self._work.set()
 
     def spare(self, waiter: Waiter, shape: BlockShape, priority: int, slack: float) -> None:
@@ -198,42 +201,11 @@ class Promoter:
         Returns:
             less than nothing when some of the blocks are themselves in flight.
         """
-        own = size = moving = 0
-        shared: list[Move] = []
+        wanted = list(blocks)
         job: WaiterJob | None = None
-        for block in blocks:
-            if waiter is not None and job is None:
-                job = self._jobs.get((waiter, block.space.shape, priority))
-            size = block.space.shape.block_bytes
-            own += size
-            move = self._moves.get(block)
-            if move is None:
-                continue
-            if move.state is MoveState.MOVING:
-                moving += size
-            else:
-                shared.append(move)
-        brought = own - moving - size * sum(move.comes_for(priority) for move in shared)
-        before, behind = self._queue.around(priority, own, brought, job)
-        queued = self._bytes - self.path.in_flight - size * len(shared)
-        ahead = max(0, min(queued, self._apart(before, shared)))
-        passing = self._apart([other for other in behind if not other.told], shared)
-        if passing > 0:
-            # Every fourth batch is somebody's who stands behind.
-            batch = self.path.quantum(_QUANTUM_SECONDS, max(size, 1), _BATCH_BYTES)
-            part = min(batch, max(size, _FIRST_BATCH_BYTES)) / batch
-            ahead += min(passing, int((ahead + own - moving) * part / FRONT_PICKS))
-        return ahead - moving
-
-    @staticmethod
-    def _apart(jobs: Sequence[Job[Move]], shared: Sequence[Move]) -> int:
-        """Return how many bytes some jobs have still to begin, apart from some moves."""
-        left = sum(job.left - job.moving for job in jobs)
-        if left:
-            some = set(jobs)
-            for move in shared:
-                left -= len(move.jobs.keys() & some) * move.block.space.shape.block_bytes
-        return left
+        if waiter is not None and wanted:
+            job = self._jobs.get((waiter, wanted[0].space.shape, priority))
+        return bytes_ahead(self._queue, self._moves, self._bytes, self.path, wanted, priority, job)
 
     def cancel(self, blocks: Iterable[Block], waiter: Waiter) -> None:
         """Take a waiter away; moves that have begun run to their end."""
@@ -247,6 +219,8 @@ class Promoter:
     def _leave(self, job: WaiterJob, move: Move) -> None:
         """A job does not want a move any more."""
         del move.jobs[job]
+        for other in move.jobs:
+            other.orphaned(job, move.block.space.shape.block_bytes)
         self._settle(job, move)
         if not move.jobs and move.state is MoveState.QUEUED:
             self._end(move)
@@ -262,6 +236,7 @@ class Promoter:
             self._queue.changed(job)
         else:
             self._queue.remove(job)
+            job.shared.clear()
             name = (job.waiter, move.block.space.shape, job.priority)
             if self._jobs.get(name) is job:
                 del self._jobs[name]
@@ -323,7 +298,11 @@ class Promoter:
     def _put_back(self, moves: Sequence[Move]) -> None:
         """Moves that found no room are next in their jobs again, and these stand where they stood."""
         for move in moves:
-            move.state = MoveState.QUEUED
+            if move.jobs:
+                move.state = MoveState.QUEUED
+            else:
+                # Who heard that another one is not coming does not want it any more.
+                self._end(move)
         for job, move in reversed(self._taken):
             if move.state is MoveState.QUEUED and job in move.jobs:
                 job.items.appendleft(move)
@@ -364,11 +343,9 @@ class Promoter:
                 self._empty(job)
                 continue
             size = move.block.space.shape.block_bytes
-            most = max(size, _FIRST_BATCH_BYTES)
+            most = first_bytes(size)
             if not batch:
-                # Of a path that nobody has seen at work nothing is taken for granted.
-                largest = _BATCH_BYTES if self.path.observed else most
-                room = self.path.quantum(_QUANTUM_SECONDS, size, largest)
+                room = batch_bytes(self.path, size)
             if not job.in_passing:
                 most <<= min(job.batches - 1, 8)
             while move is not None and (not batch or size <= min(room, most)):
@@ -395,8 +372,14 @@ class Promoter:
             # A request that comes next waits for what is under way, so of slow blocks there is one.
             most = self.path.bytes_per_second * _BEHIND_SECONDS
             least = _BEHIND if self.path.in_flight > most else -math.inf
-            return self._queue.pick(lambda shape: shape not in self._stalled, least=least)
+            return self._queue.pick(
+                lambda shape: shape not in self._stalled, least=least, passing=self._passing
+            )
         return self._queue.pick(lambda shape: shape == batch[0].block.space.shape, filling=True)
+
+    def _passing(self, shape: Hashable) -> int:
+        assert isinstance(shape, BlockShape)
+        return passing_bytes(self.path, shape.block_bytes)
 
     def _next_move(self, job: WaiterJob) -> Move | None:
         """Return the first move that a job wants and nobody has begun; it stays where it is."""

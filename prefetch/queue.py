@@ -9,7 +9,8 @@ newcomer holds: what stands before it, when it comes, is all that it ever waits 
 
 A job that was told nothing has slack without end. It is overtaken by all that are shorter, so after
 three picks from the front of the line the oldest of these jobs is picked, and ends while shorter ones
-keep coming. Such a pick is *in passing*: whoever serves it takes little, since those in front wait for it.
+keep coming. Such a pick is *in passing*: whoever serves it takes little, since those in front wait for it;
+who was told when it ends before the oldest came gives it from its slack, or is not passed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Hashable, Iterator, Mapping
 
 __all__ = ["FRONT_PICKS", "Job", "JobQueue"]
 
@@ -46,6 +47,8 @@ class Job(Generic[Item]):
         left: bytes that have not arrived.
         brought: bytes that nobody else of its class or above had asked for before it: what others
             have to come for anyway costs them no time when it goes before them.
+        shared: of the others, bytes that come for one of its own class: they cost those who stand
+            before that one as much as what is brought.
         moving: of these, bytes that are on their way.
         order: of arrival.
         batches: how often it was picked.
@@ -67,6 +70,7 @@ class Job(Generic[Item]):
         "place",
         "priority",
         "queued",
+        "shared",
         "slack",
     )
 
@@ -85,17 +89,13 @@ class Job(Generic[Item]):
         self.items: deque[Item] = deque()
         self.left = 0
         self.brought = 0
+        self.shared: dict[Job[Item], int] = {}
         self.moving = 0
         self.order = -1
         self.batches = 0
         self.in_passing = False
         self.queued = False
         self.place = 0
-
-    @property
-    def cost(self) -> int:
-        """Bytes that others wait longer for when it goes before them."""
-        return min(self.left, self.brought)
 
     @property
     def told(self) -> bool:
@@ -119,34 +119,61 @@ class _Line(Generic[Item]):
         self.ages: list[Job[Item]] = []
         self.front_picks = 0
 
-    def place(self, left: int, cost: int, end: int | None = None) -> int:
-        """Return how many jobs stay before one that comes at `end`; see `Job` for the others."""
-        at = len(self.jobs) if end is None else end
-        while at and self.jobs[at - 1].left > left and self.jobs[at - 1].slack >= cost:
-            at -= 1
-        return at
+    def overtaken(
+        self, left: int, brought: int, shared: Mapping[Job[Item], int], end: int
+    ) -> Iterator[tuple[Job[Item], int]]:
+        """Yield those before whom one goes that comes at `end`, and how many bytes each waits longer.
+
+        See `Job` for the others.
+        """
+        cost = brought
+        if shared:
+            cost += sum(shared.get(job, 0) for job in self.jobs[end:])
+        for at in range(end - 1, -1, -1):
+            job = self.jobs[at]
+            costs = min(left, cost)
+            if job.left <= left or job.slack < costs:
+                break
+            yield job, costs
+            cost += shared.get(job, 0)
 
     def enter(self, job: Job[Item], end: int | None = None) -> None:
         """Let a job in where it belongs, and take from the slack of those that it overtakes."""
-        at = self.place(job.left, job.cost, end)
-        for passed in self.jobs[at:end]:
-            passed.slack -= job.cost
+        at = end = len(self.jobs) if end is None else end
+        for passed, cost in self.overtaken(job.left, job.brought, job.shared, end):
+            passed.slack -= cost
+            at -= 1
         self.jobs.insert(at, job)
 
     def move_up(self, job: Job[Item]) -> None:
         """Let a job that has fewer bytes left overtake those that it may overtake now."""
         at = self.jobs.index(job)
-        if self.place(job.left, job.cost, at) < at:
-            del self.jobs[at]
-            self.enter(job, at)
+        del self.jobs[at]
+        self.enter(job, at)
 
     def first(self, among: Callable[[Hashable], bool]) -> Job[Item] | None:
         """Return the job in front."""
         return next((job for job in self.jobs if among(job.kind)), None)
 
-    def oldest(self, among: Callable[[Hashable], bool]) -> Job[Item] | None:
-        """Return the oldest of those that were told nothing."""
-        return next((job for job in self.ages if among(job.kind)), None)
+    def oldest(
+        self, among: Callable[[Hashable], bool], passing: Callable[[Hashable], int]
+    ) -> Job[Item] | None:
+        """Return the oldest of those that were told nothing, if those before it can spare its turn.
+
+        Who was told after it had come was told of its turns, too.
+        """
+        oldest = next((job for job in self.ages if among(job.kind)), None)
+        if oldest is None:
+            return None
+        before = itertools.takewhile(lambda job: job is not oldest, self.jobs)
+        unaware = [job for job in before if job.told and job.order < oldest.order]
+        if unaware:
+            cost = min(oldest.left, passing(oldest.kind))
+            if any(job.slack < cost for job in unaware):
+                return None
+            for job in unaware:
+                job.slack -= cost
+        return oldest
 
 
 class JobQueue(Generic[Item]):
@@ -211,6 +238,7 @@ class JobQueue(Generic[Item]):
         *,
         filling: bool = False,
         least: float = -math.inf,
+        passing: Callable[[Hashable], int] = lambda _: 0,
     ) -> Job[Item] | None:
         """Return the job that goes next; it stays in the queue.
 
@@ -219,6 +247,7 @@ class JobQueue(Generic[Item]):
             filling: it gets what others have left of a batch, which may be of another kind, or
                 too little for it: the oldest does not spend its turn on that.
             least: priority that it has at least.
+            passing: of a kind, how many bytes are taken of a job that is picked for its age.
         """
         for priority in sorted(self._lines, reverse=True):
             if priority < least:
@@ -230,7 +259,7 @@ class JobQueue(Generic[Item]):
             chosen = first
             if line.front_picks >= FRONT_PICKS and not filling:
                 line.front_picks = 0
-                chosen = line.oldest(among) or first
+                chosen = line.oldest(among, passing) or first
             else:
                 line.front_picks += 1
             chosen.in_passing = chosen is not first
@@ -238,8 +267,18 @@ class JobQueue(Generic[Item]):
             return chosen
         return None
 
+    def places(self, priority: int) -> dict[Job[Item], int]:
+        """Return where each job of a class stands."""
+        line = self._lines.get(priority)
+        return {} if line is None else {job: at for at, job in enumerate(line.jobs)}
+
     def around(
-        self, priority: int, left: int, brought: int, but: Job[Item] | None = None
+        self,
+        priority: int,
+        left: int,
+        brought: int,
+        but: Job[Item] | None = None,
+        shared: Mapping[Job[Item], int] | None = None,
     ) -> tuple[list[Job[Item]], list[Job[Item]]]:
         """Return the jobs that are served before one, and those of its class behind it.
 
@@ -249,6 +288,7 @@ class JobQueue(Generic[Item]):
             brought: of these, bytes that nobody else has asked for.
             but: the job itself, if there is one already; all that does not compete any more is
                 under way, and nothing is before it.
+            shared: bytes that come for others of its class; see `Job`.
         """
         if but is not None and not but.queued:
             return [], []
@@ -258,7 +298,9 @@ class JobQueue(Generic[Item]):
         line = self._lines.get(priority)
         if line is None:
             return first, []
-        at = line.place(left, brought) if but is None else line.jobs.index(but)
+        at = len(line.jobs) if but is None else line.jobs.index(but)
+        if but is None:
+            at -= sum(1 for _ in line.overtaken(left, brought, shared or {}, at))
         return first + line.jobs[:at], line.jobs[at + (but is not None) :]
 
     def jobs(self) -> Iterator[Job[Item]]:

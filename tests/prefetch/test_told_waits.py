@@ -120,6 +120,50 @@ def test_what_was_hinted_at_before_costs_a_wait_as_much_as_anything_else() -> No
     assert long.first_token(COMPUTE) < 4.05
 
 
+async def _asked_for_behind(cancelled: bool) -> tuple[Question, list[Question]]:
+    """Wait for a long chain; behind it somebody asks for a longer one, others for its beginning."""
+    world = await world_of(0.6)
+    long = world.load(world.chain(100))
+    longer = world.chain(200)
+    stream = world.ask(longer)
+    asked = []
+    for blocks in (90, 60, 30):
+        asked.append(world.load(longer[:blocks]))
+        await asyncio.sleep(0.1)
+        if cancelled:
+            world.promoter.cancel(longer, stream)
+    await ended(world)
+    return long, asked
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_what_is_asked_for_behind_a_wait_costs_it_as_much_as_anything_else(
+    cancelled: bool,
+) -> None:
+    """Who wants what comes after the wait anyway goes before it as far as that can be spared."""
+    long, asked = run_in_virtual_time(_asked_for_behind(cancelled))
+    assert long.first_token(COMPUTE) < 4.05
+    assert all(q.first_token(COMPUTE) <= alone(q) * 1.001 for q in asked)
+
+
+async def _before_a_hint(load: float) -> Question:
+    world = await world_of(load)
+    question = world.load(world.chain(100))
+    await asyncio.sleep(0)
+    world.ask(world.chain(2000))
+    while not question.ended:
+        await asyncio.sleep(0.1)
+    await world.promoter.stop()
+    return question
+
+
+@pytest.mark.parametrize("load", [0.4, 0.6, 0.8, 0.85])
+def test_a_wait_spares_half_of_what_it_wins_for_what_others_read_in_passing(load: float) -> None:
+    """Every fourth read, of one who came after it was told how long it waits, made it too long."""
+    question = run_in_virtual_time(_before_a_hint(load))
+    assert question.first_token(COMPUTE) < alone(question) * (1 + load) / 2 + COMPUTE
+
+
 async def _beside_a_hint(load: float, blocks: int) -> tuple[float, float]:
     """Return what a wait took beside a hint without end, and what it was predicted to take."""
     world = await world_of(load)

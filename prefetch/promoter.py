@@ -26,7 +26,13 @@ from kvstore.errors import TierError
 from kvstore.miss import MissReason
 from kvstore.prefetch.admission import admitted
 from kvstore.prefetch.ahead import bytes_ahead
-from kvstore.prefetch.batch import QUANTUM_SECONDS, batch_bytes, first_bytes, passing_bytes
+from kvstore.prefetch.batch import (
+    BATCHES_AT_ONCE,
+    batch_bytes,
+    first_bytes,
+    least_priority,
+    passing_bytes,
+)
 from kvstore.prefetch.estimate import PathEstimate
 from kvstore.prefetch.move import Move, MoveState, Waiter, WaiterJob
 from kvstore.prefetch.queue import Job, JobQueue
@@ -45,10 +51,6 @@ __all__ = ["Promoter"]
 
 log = logging.getLogger(__name__)
 
-_BATCHES_AT_ONCE: Final = 3
-# Of lower priority than requests have: with more under way than the path moves in this time, none begins.
-_BEHIND: Final = 0
-_BEHIND_SECONDS: Final = (_BATCHES_AT_ONCE - 1) * QUANTUM_SECONDS
 _ROOM_POLL_SECONDS: Final = 0.05
 
 
@@ -101,8 +103,7 @@ class Promoter:
     def start(self) -> None:
         """Begin to serve requests."""
         self._tasks = [
-            asyncio.create_task(self._serve(), name=f"promoter-{i}")
-            for i in range(_BATCHES_AT_ONCE)
+            asyncio.create_task(self._serve(), name=f"promoter-{i}") for i in range(BATCHES_AT_ONCE)
         ]
 
     async def stop(self) -> None:
@@ -369,11 +370,10 @@ class Promoter:
     def _pick(self, batch: Sequence[Move]) -> Job[Move] | None:
         """Return the job that goes next, of those whose blocks may join a batch."""
         if not batch:
-            # A request that comes next waits for what is under way, so of slow blocks there is one.
-            most = self.path.bytes_per_second * _BEHIND_SECONDS
-            least = _BEHIND if self.path.in_flight > most else -math.inf
             return self._queue.pick(
-                lambda shape: shape not in self._stalled, least=least, passing=self._passing
+                lambda shape: shape not in self._stalled,
+                least=least_priority(self.path),
+                passing=self._passing,
             )
         return self._queue.pick(lambda shape: shape == batch[0].block.space.shape, filling=True)
 

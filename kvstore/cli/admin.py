@@ -74,7 +74,7 @@ def resize(
         print_json(result)
     else:
         takes = f"the {tier} tier takes {format_bytes(result['bytes'])} at most"
-        left = f"; {result['evicted']:,} copies left" if result["evicted"] else ""
+        left = f"; {result['evicted']:,} copies had to leave" if result["evicted"] else ""
         more = "" if result["done"] else "; the rest is in use, it goes as soon as it is not"
         print(f"{takes}{left}{more}")
     return 0 if result["done"] else 1

@@ -201,10 +201,10 @@ def evict(
     with connect(address) as client:
         opened = find_space(client, space)
         result = opened.evict(chosen_keys(keys, tokens, everything, opened.spec), tier)
-    kept = f"; {result.skipped} stay (in use, pinned, or below a block that stays)"
+    kept = f"; {result.skipped:,} stay (in use, pinned, or above a block that stays)"
     _report(
         as_json,
-        f"removed {result.copies} copies{kept if result.skipped else ''}",
+        f"removed {result.copies:,} copies{kept if result.skipped else ''}",
         copies=result.copies,
         skipped=result.skipped,
     )

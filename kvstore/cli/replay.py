@@ -342,9 +342,11 @@ def replay(
             document.update(first.as_json())
         print_json(document)
     else:
+        span = first.span_seconds
+        over = f"{span / 60:,.0f} minutes" if span >= 120 else format_seconds(span)
         print(
             f"{shorten(Path(opened.name).name, 40)} ({opened.format}): {first.requests:,} "
-            f"requests over {first.span_seconds / 60:,.0f} minutes,\n{count(first.blocks)} blocks "
+            f"requests over {over},\n{count(first.blocks)} blocks "
             f"of {kind.block_tokens} tokens ({format_bytes(kind.block_bytes)})"
         )
         _print_results(results)

@@ -144,14 +144,13 @@ def _summary(stats: dict[str, Any]) -> list[str]:
             f"{format_uptime(stats['uptime_seconds'])}"
         ),
         (
-            f"effective hit rate {_hit_rate(usage)} of {prompt:,} prompt tokens "
-            f"(kvstore {_percent(shared, prompt)}, engines' own caches {_percent(own, prompt)}); "
-            f"{usage['load_failures']:,} failed loads"
+            f"effective hit rate {_hit_rate(usage)} of {prompt:,} prompt tokens: kvstore "
+            f"{_percent(shared, prompt)}, engines' caches {_percent(own, prompt)}"
         ),
         (
             f"leases {stats['leases']:,}, grants {stats['grants']:,} "
             f"({stats['granted_slots']:,} slots), stuck {stats['stuck_slots']:,} slots "
-            f"({format_bytes(stats['stuck_bytes'])})"
+            f"({format_bytes(stats['stuck_bytes'])}), failed loads {usage['load_failures']:,}"
         ),
     ]
 

@@ -245,7 +245,9 @@ class Attachments:
             return
         attachment.state = State.PRESUMED_DEAD
         text = "pid %d, stream ended, lock still held; %d granted slots wait"
-        _say(logging.WARNING, attachment, text, attachment.pid, attachment.granted_slots)
+        # A command that ends as it begins to attach is no news.
+        level = logging.WARNING if attachment.granted_slots else logging.INFO
+        _say(level, attachment, text, attachment.pid, attachment.granted_slots)
         self._dying.notify()
 
     def announce(self, group: SlabGroup) -> None:

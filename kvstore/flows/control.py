@@ -31,7 +31,7 @@ class Evicted:
 
     Attributes:
         copies: removed.
-        skipped: leased, pinned, in transfer, or below a block that stays.
+        skipped: leased, pinned, in transfer, or above a block that stays.
     """
 
     copies: int

@@ -115,7 +115,7 @@ def _blocks() -> dict[str, Schema]:
         "evict": record(
             "What was dropped.",
             copies=(INTEGER, "removed"),
-            skipped=(INTEGER, "that stay: in use, pinned, or below a block that stays"),
+            skipped=(INTEGER, "that stay: in use, pinned, or above a block that stays"),
         ),
         "prefetch": record(
             "What was brought.",

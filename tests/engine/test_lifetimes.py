@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -36,6 +37,24 @@ def test_slots_of_a_writer_whose_stream_broke_wait_for_its_lock(make_world: Make
         assert world.host.usage().used_bytes == 0
 
     make_world(host_blocks=8).run(story)
+
+
+@pytest.mark.parametrize("slots", [0, 2])
+def test_only_slots_that_wait_for_a_lock_are_worth_a_warning(
+    make_world: Make, caplog: pytest.LogCaptureFixture, slots: int
+) -> None:
+    async def story(world: World) -> None:
+        player = world.player("brief")
+        if slots:
+            await player.reserve(slots)
+        player.hang_up()
+        player.drop_lock()
+        await until(lambda: player.attachment.state is State.GONE)
+
+    with caplog.at_level(logging.INFO):
+        make_world().run(story)
+    (line,) = [record for record in caplog.records if "lock still held" in record.getMessage()]
+    assert line.levelno == (logging.WARNING if slots else logging.INFO)
 
 
 def test_a_writer_killed_before_its_commit_blocks_neither_key_nor_others(make_world: Make) -> None:

@@ -222,4 +222,7 @@ def test_what_a_wrong_belief_promised_to_spare_is_not_taken() -> None:
     long, shorts = run_in_virtual_time(story())
     assert long.loaded == 100
     assert long.ended - long.begun < 4.5
-    assert all(q.first_token(COMPUTE) <= alone(q) * 1.02 for q in shorts)
+    # Who comes before the first read has ended, half a second after the start, knows no better.
+    later = [q for q in shorts if q.begun > 0.5]
+    assert all(q.first_token(COMPUTE) <= alone(q) * 1.02 for q in later)
+    assert all(q.first_token(COMPUTE) <= alone(q) * 1.5 for q in shorts)

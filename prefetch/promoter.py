@@ -210,15 +210,19 @@ class Promoter:
 
     def cancel(self, blocks: Iterable[Block], waiter: Waiter) -> None:
         """Take a waiter away; moves that have begun run to their end."""
+        left: dict[WaiterJob, None] = {}
         for block in blocks:
             move = self._moves.get(block)
             if move is None:
                 continue
             for job in [job for job in move.jobs if job.waiter is waiter]:
                 self._leave(job, move)
+                left[job] = None
+        for job in left:
+            self._queue.changed(job)
 
     def _leave(self, job: WaiterJob, move: Move) -> None:
-        """A job does not want a move any more."""
+        """A job does not want a move any more; the queue is told by the caller."""
         del move.jobs[job]
         for other in move.jobs:
             other.orphaned(job, move.block.space.shape.block_bytes)
@@ -227,15 +231,13 @@ class Promoter:
             self._end(move)
 
     def _settle(self, job: WaiterJob, move: Move) -> None:
-        """Count a move as over for a job, whatever it came to."""
+        """Count a move as over for a job, whatever it came to; the queue is told by the caller."""
         size = move.block.space.shape.block_bytes
         job.moves -= 1
         job.left -= size
         if move.state is MoveState.MOVING:
             job.moving -= size
-        if job.moves:
-            self._queue.changed(job)
-        else:
+        if not job.moves:
             self._queue.remove(job)
             job.shared.clear()
             name = (job.waiter, move.block.space.shape, job.priority)
@@ -250,6 +252,7 @@ class Promoter:
         jobs, move.jobs = move.jobs, {}
         for job in jobs:
             self._settle(job, move)
+            self._queue.changed(job)
         move.state = MoveState.ENDED
         return list(dict.fromkeys(job.waiter for job in jobs))
 
@@ -292,8 +295,7 @@ class Promoter:
             if not fit:
                 self._fail_taken(move, MissReason.NO_ROOM)
             elif not move.jobs:
-                # Who heard that others are not coming may not want it any more.
-                self._end(move)
+                self._end(move)  # who heard that others are not coming gave it up
         return [move for move in batch if move.state is MoveState.TAKEN]
 
     def _put_back(self, moves: Sequence[Move]) -> None:
@@ -302,8 +304,7 @@ class Promoter:
             if move.jobs:
                 move.state = MoveState.QUEUED
             else:
-                # Who heard that another one is not coming does not want it any more.
-                self._end(move)
+                self._end(move)  # who heard that another one is not coming gave it up
         for job, move in reversed(self._taken):
             if move.state is MoveState.QUEUED and job in move.jobs:
                 job.items.appendleft(move)

@@ -259,6 +259,8 @@ class Afterwards:
         """Read the next blocks of a run, as many as do not keep the path busy for long."""
         step = self._next_blocks(run)
         if not step:
+            # All of it has come otherwise; so may have many other runs.
+            await asyncio.sleep(0)
             return
         space = step[0].space
         newest = max(block.sequence for block in step)

@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 # Blocks removed in one go: about 10 ms of the loop.
 _CHUNK: Final = 1000
+# Blocks looked at in one go.
+_LOOKED_AT: Final = 10_000
 
 
 class Removal:
@@ -87,7 +89,11 @@ class Removal:
         tiers = tuple(TierName) if tier is None else (tier,)
         removed = skipped = 0
         for which in tiers:
-            left = [b for b in blocks if b.slot(which) is not None]
+            left: list[Block] = []
+            for at in range(0, len(blocks), _LOOKED_AT):
+                part = blocks[at : at + _LOOKED_AT]
+                left += [block for block in part if block.slot(which) is not None]
+                await asyncio.sleep(0)
             while left:
                 again: list[Block] = []
                 for i, block in enumerate(reversed(left)):

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 _BATCH_BYTES: Final = 16 << 20
 _BATCH_BLOCKS: Final = 256
 _FAILURE_PAUSE_SECONDS: Final = 1.0
+# Blocks looked at in one go; most of them may be gone, or checked.
+_LOOKED_AT: Final = 10_000
 
 
 def _compare(work: Sequence[Work]) -> list[bool]:
@@ -150,12 +152,15 @@ class Verifier:
                 self._work.clear()
                 await self._work.wait()
             await self._check(self._next(self._asked.popleft, self._asked))
+            await asyncio.sleep(0)
 
     def _next(self, take: Callable[[], Block], queue: Sequence[Block]) -> list[Block]:
         """Take blocks that need a check off a queue, up to a batch."""
         batch: list[Block] = []
         size = 0
-        while queue and size < _BATCH_BYTES and len(batch) < _BATCH_BLOCKS:
+        for _ in range(_LOOKED_AT):
+            if not queue or size >= _BATCH_BYTES or len(batch) >= _BATCH_BLOCKS:
+                break
             block = take()
             if block in self._reading:
                 continue  # whoever reads it tells those who wait
@@ -176,16 +181,21 @@ class Verifier:
             assert block.host is not None
             work.append((self._host.views(block.host), block.space.spec.shard_bytes, block.digests))
         right: list[bool] | None = None
+        again = False
         try:
             loop = asyncio.get_running_loop()
             right = await undisturbed(loop.run_in_executor(self._executor, _compare, work))
         except Exception:
             # The boundary of a batch: it is checked again, and nobody reads it before.
             log.exception("checking adopted blocks failed; it is tried again")
-            self._asked.extend(batch)
             await asyncio.sleep(_FAILURE_PAUSE_SECONDS)
+            again = True
         finally:
             self._reading.difference_update(batch)
+            if again:
+                # Only now: whoever serves the queue passes over what is being read.
+                self._asked.extend(batch)
+                self._work.set()
             for i, block in enumerate(batch):
                 if right is not None:
                     self._done(block, right=right[i])

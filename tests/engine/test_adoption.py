@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import pytest
 from engine_invariants import check
 from engine_world import SLOT_BYTES, World, chain, until
 
+from kvstore.engine import verifier
 from kvstore.engine.host_index import encode, read_host_index, write_host_index
 from kvstore.index import Flush
 from kvstore.miss import MissReason
@@ -150,6 +153,45 @@ def test_damaged_bytes_are_not_flushed(make_world: Make) -> None:
     world.run(first)
     world.disk_blocks = 64
     world.run(second)
+
+
+def test_a_check_that_fails_is_made_again_for_who_waits(
+    make_world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = chain("a", 4)
+    world = make_world(disk_blocks=0)
+    compare, calls = verifier._compare, [0]
+
+    def fails_once(work: Sequence[verifier.Work]) -> list[bool]:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise MemoryError
+        return compare(work)
+
+    async def first(world: World) -> None:
+        await world.player().put(keys)
+        await world.save()
+        world.hold_checks = True
+        monkeypatch.setattr(verifier, "_compare", fails_once)
+        monkeypatch.setattr(verifier, "_FAILURE_PAUSE_SECONDS", 0.1)
+
+    async def second(world: World) -> None:
+        player = world.player()
+        checks = world.engine.verifier
+        await until(lambda: len(checks._reading) == 4)
+        lease, _ = player.acquire(keys, deadline=30)
+        # What is being read already is passed over.
+        await until(lambda: not checks._asked)
+        world.may_check.set()
+        # Somebody else asks for something while the one that failed pauses.
+        await until(lambda: calls[0])
+        await asyncio.sleep(0.02)
+        checks._work.set()
+        assert (await player.lease_done(lease)).blocks == 4
+        player.release(lease)
+        check(world.engine, quiet=True)
+
+    world.run(first, second)
 
 
 def test_an_epoch_that_ends_during_the_check_ends_the_wait(make_world: Make) -> None:

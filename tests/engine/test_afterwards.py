@@ -497,3 +497,23 @@ def test_who_asks_why_hears_that_it_is_coming(make_world: Make) -> None:
         assert line == "now: block 0 is there, in host"
 
     make_world().run(story)
+
+
+def test_runs_that_have_come_otherwise_are_passed_over_one_at_a_time(make_world: Make) -> None:
+    """A gigabyte of small ones would hold the loop for as long as looking at all of them takes."""
+
+    async def story(world: World) -> None:
+        keys = await stored(world, "a", 12)
+        found = afterwards(world)
+        for key in keys:
+            assert found.note([world.block(key)], 3600.0)
+        assert len(found) == 12
+        assert await world.player().load(keys) == 12
+        now_due(world)
+        seen = set()
+        while len(found):
+            await asyncio.sleep(0)
+            seen.add(len(found))
+        assert len(seen) > 6
+
+    make_world().run(story)

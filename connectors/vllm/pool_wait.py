@@ -14,7 +14,8 @@ as that can be helped:
 
 All workers ask for the same; it is made once. Whatever fails costs time at worst: a daemon that is not
 there, or goes away meanwhile, is not waited for, and a pool that gets no memory is taken as it is. The
-stages of a pipeline hold different numbers of layers, and none knows the others': those do not ask.
+stages of a pipeline hold different numbers of layers: each works out the others' from what vLLM says of
+the model (`EngineShape.shard_bytes`), and does not ask where its own KV cache is not what follows.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final
 
 from kvstore.connectors.vllm.guard import log_once
@@ -39,6 +40,8 @@ class EngineShape:
         step_tokens: most tokens of one step.
         delayed_stores: whether blocks are complete only at the next step (draft passes).
         refusal: why the connector must not act for this engine; "" when it may.
+        layer_bytes: of one of the engine's blocks, in one layer of this rank.
+        stage_layers: layers of each pipeline stage; empty when that is not known.
     """
 
     engine_block_tokens: int
@@ -55,6 +58,8 @@ class EngineShape:
     step_tokens: int
     delayed_stores: bool
     refusal: str
+    layer_bytes: int = 0
+    stage_layers: tuple[int, ...] = ()
 
     @property
     def block_tokens(self) -> int:
@@ -70,6 +75,25 @@ class EngineShape:
         """Return which shard a rank holds."""
         per_stage = self.tensor_parallel // self.replicas
         return pipeline_rank * per_stage + tensor_rank // self.replicas
+
+    def shard_bytes(self, pipeline_rank: int, block_bytes: int) -> list[int]:
+        """Return the bytes of a stored block in each shard, as one rank can tell; [] if it cannot.
+
+        Args:
+            pipeline_rank: stage of the rank.
+            block_bytes: of one of the engine's blocks, on that rank.
+        """
+        if self.pipeline_parallel == 1:
+            return [block_bytes * self.group_blocks] * self.shards
+        # Stages differ by their layers. Only where this one is made of such layers and nothing else
+        # (no draft model, no layers that share memory), it is taken that the others are, too.
+        if len(self.stage_layers) != self.pipeline_parallel or (
+            self.stage_layers[pipeline_rank] * self.layer_bytes != block_bytes
+        ):
+            return []
+        per_stage = self.tensor_parallel // self.replicas
+        stored = self.layer_bytes * self.group_blocks
+        return [layers * stored for layers in self.stage_layers for _ in range(per_stage)]
 
     def writes(self, tensor_rank: int) -> bool:
         """Return whether a rank stores its shard; the other replicas only load it."""
@@ -121,6 +145,29 @@ def _replicas(vllm_config: Any, kv_cache_config: Any) -> int:
     if 0 < heads < ranks and ranks % heads == 0 and getattr(spec, "num_kv_heads", 0) == 1:
         return ranks // heads
     return 1
+
+
+def _stage_layers(vllm_config: Any) -> tuple[int, ...]:
+    """Return how many layers each pipeline stage holds; () when vLLM does not say."""
+    stages = int(vllm_config.parallel_config.pipeline_parallel_size)
+    # A model of its own, on the last stage.
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        return ()
+    count: Any = getattr(vllm_config.model_config, "get_num_layers", None)
+    try:
+        found = tuple(
+            int(
+                count(
+                    SimpleNamespace(
+                        rank=stage, tensor_parallel_size=1, pipeline_parallel_size=stages
+                    )
+                )
+            )
+            for stage in range(stages)
+        )
+    except (AttributeError, TypeError, ValueError):
+        return ()
+    return found if min(found) > 0 else ()
 
 
 def _dtype(vllm_config: Any) -> str:
@@ -180,6 +227,8 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any, settings: Settings) 
         step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
         delayed_stores=getattr(vllm_config, "speculative_config", None) is not None,
         refusal=refusal,
+        layer_bytes=int(getattr(groups[0].kv_cache_spec, "page_size_bytes", 0)) if groups else 0,
+        stage_layers=_stage_layers(vllm_config),
     )
 
 

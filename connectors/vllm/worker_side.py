@@ -81,6 +81,7 @@ class WorkerSide:
         self._engine = engine
         self._client = client
         self._rank = pipeline_rank * engine.tensor_parallel + tensor_rank
+        self._pipeline_rank = pipeline_rank
         self._shard = engine.shard(pipeline_rank, tensor_rank)
         self._writes = engine.writes(tensor_rank)
         self._info = WorkerInfo(self._rank, self._shard, 0, "", refusal="no KV cache registered")
@@ -152,8 +153,7 @@ class WorkerSide:
             geometry, attachment, self._shard, group_blocks, tensor
         )
         self._pins = pins
-        shards = self._engine.shards if self._engine.pipeline_parallel == 1 else 0
-        shard_bytes = [geometry.block_bytes * group_blocks] * shards
+        shard_bytes = self._engine.shard_bytes(self._pipeline_rank, geometry.block_bytes)
         self._pool_wait = PoolWait(attachment, shard_bytes, pins, self._pool_wait_seconds)
         return uuid
 

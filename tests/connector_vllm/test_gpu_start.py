@@ -15,6 +15,7 @@ from kvstore.connectors.vllm.cuda.pins import SlabPins
 from kvstore.connectors.vllm.metadata import StepMeta
 from kvstore.connectors.vllm.space import EngineShape
 from kvstore.connectors.vllm.worker_side import WorkerSide
+from kvstore.space import SpaceSpec
 from kvstore.units import MIB
 
 GROUP = 4
@@ -67,7 +68,7 @@ class Copier:
         pass
 
 
-def engine(ranks: int, stages: int = 1) -> EngineShape:
+def engine(ranks: int, stages: int = 1, layers: tuple[int, ...] = ()) -> EngineShape:
     return EngineShape(
         engine_block_tokens=16,
         group_blocks=GROUP,
@@ -83,6 +84,8 @@ def engine(ranks: int, stages: int = 1) -> EngineShape:
         step_tokens=8192,
         delayed_stores=False,
         refusal="",
+        layer_bytes=BLOCK,
+        stage_layers=layers,
     )
 
 
@@ -93,8 +96,10 @@ def start(
     daemon = start_daemon("--host-pool", "32MiB")
     workers: list[WorkerSide] = []
 
-    def one(shape: EngineShape, **options: Any) -> tuple[WorkerSide, Pins, Client]:
-        pins, client = Pins(), Client(daemon.address, shards=[0])
+    def one(
+        shape: EngineShape, stage: int = 0, layers: int = 1, **options: Any
+    ) -> tuple[WorkerSide, Pins, Client]:
+        pins, client = Pins(), Client(daemon.address, shards=[shape.shard(stage, 0)])
 
         def make_copier(geometry: Any, attachment: Any, *_: Any) -> Any:
             attachment.use_devices(["GPU-a"], pins)
@@ -102,10 +107,13 @@ def start(
 
         monkeypatch.setattr(cuda, "make_copier", make_copier)
         mine: Any = client
-        worker = WorkerSide(shape, mine, tensor_rank=0, pipeline_rank=0, **options)
+        worker = WorkerSide(shape, mine, tensor_rank=0, pipeline_rank=stage, **options)
         workers.append(worker)
-        cache = torch.zeros((8, BLOCK), dtype=torch.uint8).as_subclass(OnCuda)
-        worker.register({"layer": cache}, 8, "made up")
+        caches = {
+            f"layer {layer}": torch.zeros((8, BLOCK), dtype=torch.uint8).as_subclass(OnCuda)
+            for layer in range(layers)
+        }
+        worker.register(caches, 8, "made up")
         return worker, pins, client
 
     yield one
@@ -133,11 +141,47 @@ def test_the_pool_is_asked_for_with_the_kv_cache_and_there_when_the_engine_serve
     assert pins.told == [True, 1, False]
 
 
-@pytest.mark.parametrize("shape", [engine(2), engine(2, stages=2)])
-def test_who_must_not_wait_or_knows_no_shape_has_memory_made_when_it_is_needed(
-    start: Callable[..., tuple[WorkerSide, Pins, Client]], shape: EngineShape
+def test_every_stage_of_a_pipeline_asks_for_the_same_and_waits_for_it(
+    start: Callable[..., tuple[WorkerSide, Pins, Client]], until: Callable[..., None]
 ) -> None:
-    seconds = 0.0 if shape.pipeline_parallel == 1 else 600.0
+    """Of different numbers of layers; whichever comes first has it made for all."""
+    shape = engine(2, stages=2, layers=(2, 3))
+    workers = [
+        start(shape, stage, layers, pool_wait_seconds=600.0) for stage, layers in ((1, 3), (0, 2))
+    ]
+    *_, client = workers[0]
+    until(lambda: allocated(client) > 0)
+    for (worker, pins, _), layers in zip(workers, (3, 2), strict=True):
+        assert worker.introduce().shard_bytes == layers * GROUP * BLOCK
+        # Slots are as large as the longest shard, and two of four shards are this stage's.
+        assert pins.pinned_bytes * 4 == allocated(client)
+        assert 0 <= 32 * MIB - allocated(client) < 4 * 3 * GROUP * BLOCK
+    spec = SpaceSpec(
+        model="m",
+        dtype="bfloat16",
+        block_tokens=64,
+        shard_bytes=tuple(shape.shard_bytes(0, 2 * BLOCK)),
+        tensor_parallel=2,
+        pipeline_parallel=2,
+    )
+    made = allocated(client)
+    granted = client.open_space(spec).reserve(10, deadline_s=30.0).result(60.0)
+    assert len(granted.slots) == 10
+    assert allocated(client) == made
+
+
+@pytest.mark.parametrize(
+    ("shape", "seconds"),
+    [
+        (engine(2), 0.0),
+        (engine(2, stages=2), 600.0),
+        # It has more than the model's layers, or its layers are others.
+        (engine(2, stages=2, layers=(2, 2)), 600.0),
+    ],
+)
+def test_who_must_not_wait_or_knows_no_shape_has_memory_made_when_it_is_needed(
+    start: Callable[..., tuple[WorkerSide, Pins, Client]], shape: EngineShape, seconds: float
+) -> None:
     worker, pins, client = start(shape, pool_wait_seconds=seconds)
     assert worker.introduce().mappable
     assert allocated(client) == 0

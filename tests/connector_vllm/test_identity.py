@@ -26,6 +26,7 @@ class FullAttentionSpec:
 
     block_size = 32
     num_kv_heads = 1
+    page_size_bytes = 100
 
 
 class MLAAttentionSpec(FullAttentionSpec):
@@ -277,6 +278,22 @@ def test_pipeline_stages_are_shards_of_one_block(checkpoint: Path) -> None:
     infos[3].shard_bytes += 1
     roster.admit(infos)
     assert not roster.complete
+
+
+def test_each_stage_works_out_what_the_others_store(checkpoint: Path) -> None:
+    vllm_config = config(checkpoint, tensor_parallel_size=2, pipeline_parallel_size=3, kv_heads=8)
+    vllm_config.model_config.get_num_layers = lambda parallel: (4, 5, 3)[
+        parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size
+    ]
+    engine = describe_engine(vllm_config, cache(), Settings(block_tokens=64))
+    assert engine.group_blocks == 2
+    every = [800, 800, 1000, 1000, 600, 600]
+    assert [engine.shard_bytes(*stage) for stage in ((0, 400), (1, 500), (2, 300))] == [every] * 3
+    # Its KV cache is not its share of the model's layers: nor need that of others be.
+    assert engine.shard_bytes(2, 400) == []
+    vllm_config.speculative_config = object()
+    engine = describe_engine(vllm_config, cache(), Settings())
+    assert engine.shard_bytes(0, 400) == []
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (32, 1), (33, 2), (128, 4), (130, 5)])

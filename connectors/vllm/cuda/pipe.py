@@ -389,10 +389,11 @@ class Pipe:
         if self._to_cache:
             sizes.reverse()
         edges = [*accumulate(sizes, initial=0)]
-        chunks = np.repeat(np.arange(len(sizes)), sizes)
-        inside = np.arange(len(job)) - np.repeat(edges[:-1], sizes)
-        buffers = (chunks + self._next) % _BUFFERS
-        places = (buffers * self._chunk_blocks + inside).astype(np.uint64) * size
+        buffers = [(number + self._next) % _BUFFERS for number in range(len(sizes))]
+        # How much further on a chunk's blocks lie than if there were one long buffer.
+        ahead = [b * self._chunk_blocks - at for b, at in zip(buffers, edges, strict=False)]
+        shifts = np.repeat(np.array(ahead, np.int64).view(np.uint64), sizes)
+        places = (np.arange(len(job), dtype=np.uint64) + shifts) * size
         staged = np.uint64(self._ring) + places
         host = job.packed if bounce is None else np.uint64(bounce.address) + places
         first, *found = pieces(staged, host, job.stretches, int(size), edges[:-1])
@@ -403,18 +404,34 @@ class Pipe:
         bounds = np.searchsorted(first, edges).tolist()
         self._use(self.kernels)
         row = uploaded = 0
-        for number, (begin, end) in enumerate(pairwise(edges)):
+        for buffer, (number, (begin, end)) in zip(buffers, enumerate(pairwise(edges)), strict=True):
             if self._stop():
                 raise GivenUp
+            part = [column[bounds[number] : bounds[number + 1]] for column in found]
+            bounced = None if bounce is None else (host[begin:end], job.packed[begin:end])
+            if self._to_cache:
+                # First: the bus need not wait for rows to be written.
+                if bounced is not None:
+                    self._fill(buffer, *bounced)
+                self._ship(buffer, part)
             if end > uploaded:
                 uploaded = edges[bisect_right(edges, begin + _ROWS) - 1]
                 row = self._upload(job.blocks[begin:uploaded], staged[begin:uploaded]) - begin
-            part = [column[bounds[number] : bounds[number + 1]] for column in found]
-            slots = None if bounce is None else (host[begin:end], job.packed[begin:end])
-            buffer = (number + self._next) % _BUFFERS
-            self._chunk(buffer, row + begin, end - begin, part, slots)
+            self._ring_kernel(buffer, row + begin, end - begin)
+            if not self._to_cache:
+                self._ship(buffer, part)
+                if bounced is not None:
+                    # While this chunk comes down, the one before goes on to its slots.
+                    self._down.append((buffer, *bounced))
+                    self._drain(1)
         self._next = (self._next + len(sizes)) % _BUFFERS
         self._drain(0)
+
+    def _fill(self, buffer: int, bounced: U64, slots: U64) -> None:
+        """Copy slots into a part of the bounce buffer, once that is free."""
+        if self._bounce is not None:
+            self._cuda.event_synchronize(self._dma_done[buffer])
+            self._bounce.copy(bounced, slots, self._geometry.block_bytes)
 
     def _drain(self, most: int) -> None:
         """Copy what has come down into the bounce buffer to its slots, but for the last `most`."""
@@ -423,49 +440,25 @@ class Pipe:
             self._cuda.event_synchronize(self._dma_done[buffer])
             self._bounce.copy(slots, bounced, self._geometry.block_bytes)
 
-    def _chunk(
-        self,
-        buffer: int,
-        first: int,
-        count: int,
-        part: list[U64],
-        bounced: tuple[U64, U64] | None,
-    ) -> None:
-        """Submit one buffer's bytes.
+    def _ship(self, buffer: int, part: list[U64]) -> None:
+        """Submit the DMA of one buffer of the ring, after its last kernel.
 
         Args:
             buffer: of the ring.
-            first: row of its first block.
-            count: blocks.
             part: pieces: addresses in the ring, addresses in host memory, lengths.
-            bounced: for what is not pinned: addresses in the bounce buffer, and in slots.
         """
         cuda, dma = self._cuda, self.dma[buffer]
         # The ring's DMA touches no KV cache: nothing to wait for.
         self._used[dma] = None
-        if self._to_cache:
-            if bounced is not None and self._bounce is not None:
-                cuda.event_synchronize(self._dma_done[buffer])
-                self._bounce.copy(*bounced, self._geometry.block_bytes)
-            cuda.stream_wait_event(dma, self._kernel_done[buffer])
-            self._copy(part, dma)
-            cuda.event_record(self._dma_done[buffer], dma)
-            cuda.stream_wait_event(self.kernels, self._dma_done[buffer])
-            self._ring_kernel(first, count)
-            cuda.event_record(self._kernel_done[buffer], self.kernels)
-            return
-        cuda.stream_wait_event(self.kernels, self._dma_done[buffer])
-        self._ring_kernel(first, count)
-        cuda.event_record(self._kernel_done[buffer], self.kernels)
         cuda.stream_wait_event(dma, self._kernel_done[buffer])
         self._copy(part, dma)
         cuda.event_record(self._dma_done[buffer], dma)
-        if bounced is not None:
-            # While this chunk comes down, the one before goes on to its slots.
-            self._down.append((buffer, *bounced))
-            self._drain(1)
 
-    def _ring_kernel(self, first: int, count: int) -> None:
+    def _ring_kernel(self, buffer: int, first: int, count: int) -> None:
+        """Submit the kernel of one buffer, whose blocks' rows begin at `first`, after its last DMA."""
+        cuda, kernels = self._cuda, self.kernels
+        cuda.stream_wait_event(kernels, self._dma_done[buffer])
         self._mover.move(
-            first, count, to_cache=self._to_cache, programs=_RING_PROGRAMS, stream=self.kernels
+            first, count, to_cache=self._to_cache, programs=_RING_PROGRAMS, stream=kernels
         )
+        cuda.event_record(self._kernel_done[buffer], kernels)

@@ -32,9 +32,12 @@ class Readers:
         """Take in a store; return its number, which is not 0."""
         self._number += 1
         with self._guard:
-            # Blocks that are stored twice at a time (the daemon restarted) have two readers.
-            others = set(self._flights).intersection(self._last[blocks].tolist())
-            flight.before = others.union(*(self._flights[one].before for one in others))
+            last = self._last[blocks]
+            # Blocks that are stored twice at a time (the daemon restarted) have two readers. As a
+            # rule nobody on the way reads any, which the oldest of them tells.
+            if len(last) and last.max() >= next(iter(self._flights), self._number):
+                others = set(self._flights).intersection(last.tolist())
+                flight.before = others.union(*(self._flights[one].before for one in others))
             self._flights[self._number] = flight
         self._last[blocks] = self._number
         return self._number

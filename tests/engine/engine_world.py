@@ -182,6 +182,10 @@ class World:
         await self.engine.start(saved)
         self.engine.begin(self.host_index)
         self.space = await self.engine.open_space(spec_of())
+        if isinstance(self.disk, Gate) and self.engine.promoter is not None:
+            # Before a disk was seen at work one read goes alone; here several are let go out of order.
+            path = self.engine.promoter.path
+            path.end(path.begin(1 << 20, 0.0), 1 << 20, 0.001)
 
     def _reader(self) -> GpuReader | None:
         if self.gpu is None or self.disk is None or self.gpu_engine is None:
@@ -259,12 +263,6 @@ class World:
         """Let the pool grow first, so that a grant is not short for want of a moment."""
         self.host.want((space or self.space).shape, blocks)
         await until(lambda: not self.host.allocating)
-
-    def seen_at_work(self) -> None:
-        """Have the disk measured: before that one read goes alone."""
-        assert self.engine.promoter is not None
-        path, now = self.engine.promoter.path, asyncio.get_running_loop().time()
-        path.end(path.begin(1 << 20, now), 1 << 20, now + 0.001)
 
     async def evict_host(self, keys: Sequence[bytes] | None = None) -> None:
         """Leave blocks on disk only."""

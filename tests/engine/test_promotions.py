@@ -64,7 +64,6 @@ def test_a_damaged_block_under_a_lease_that_holds_its_descendants(make_world: Ma
         await player.put(keys, step=1)
         await world.evict_host()
         _spoil(world, keys[1])
-        world.seen_at_work()
         world.disk.closed = True
         lease, _ = player.acquire(keys, deadline=30)
         await until(lambda: len(world.disk.reads) == 3)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DATA_NAME",
+    "FILE_NAMES",
     "SEAL_VERSION",
     "break_seal",
     "missing_bytes",
@@ -45,6 +46,8 @@ SEAL_VERSION: Final = 1
 DATA_NAME: Final = "data.mdb"
 
 _SEAL_NAME: Final = "seal"
+# Whatever is opened in the directory.
+FILE_NAMES: Final = (DATA_NAME, "lock.mdb", _SEAL_NAME, f"{_SEAL_NAME}.new")
 _SEAL: Final = struct.Struct("<7sBQ16s")
 _SEAL_MAGIC: Final = b"KVSEAL\0"
 _CHUNK_BYTES: Final = 1 << 20
@@ -115,7 +118,8 @@ def write_seal(directory: Path) -> None:
         OSError: it is not sealed.
     """
     seal, fresh = directory / _SEAL_NAME, directory / f"{_SEAL_NAME}.new"
-    with fresh.open("wb") as file:
+    fresh.unlink(missing_ok=True)
+    with fresh.open("xb") as file:
         file.write(_sealed(*_file_digest(directory / DATA_NAME)))
         file.flush()
         os.fsync(file.fileno())

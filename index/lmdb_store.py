@@ -54,6 +54,7 @@ from kvstore.index.epoch_log import EpochLog, sync_directory
 from kvstore.index.lmdb_env import StoreDamaged
 from kvstore.index.lmdb_file import (
     DATA_NAME,
+    FILE_NAMES,
     break_seal,
     seal_holds,
     write_seal,
@@ -61,6 +62,7 @@ from kvstore.index.lmdb_file import (
 from kvstore.index.lmdb_recovery import ENV_NAME, CheckResult, check_in_child, put_aside, renew
 from kvstore.index.lmdb_settings import StoredSettings
 from kvstore.mounts import network_filesystem
+from kvstore.regular_file import check_regular
 from kvstore.syncpoint import reach
 
 if TYPE_CHECKING:
@@ -390,3 +392,12 @@ def _check_directory(path: Path) -> None:
         raise ConfigError(f"{path}: not a directory")
     if kind := network_filesystem(path):
         raise ConfigError(f"{path}: is on {kind}; the state directory needs a local file system")
+    # LMDB opens what is there: a FIFO would hold up the start, and a lock file that is none would
+    # pass for damage to the data.
+    for file in (path / ENV_NAME / name for name in FILE_NAMES):
+        try:
+            check_regular(file)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise _failed(file, error) from error

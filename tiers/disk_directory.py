@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.errors import ConfigError, FormatVersionError
+from kvstore.regular_file import read_regular
 from kvstore.syncpoint import reach
 from kvstore.tiers.segment import (
     HEADER_BYTES,
@@ -44,6 +45,7 @@ STORE_FORMAT_VERSION: Final = 1
 
 _LOCK: Final = "lock"
 _STORE_ID: Final = "store-id"
+_MOST_STORE_ID_BYTES: Final = 1 << 16
 _PROBE: Final = "probe" + TEMPORARY_SUFFIX
 _STORE_LINE: Final = re.compile(r"kvstore-disk (\d+) ([0-9a-f]{32})\n")
 _SEGMENT_NAME: Final = re.compile(r"seg-(\d{6,10})\.kvs(\.tmp)?")
@@ -225,7 +227,7 @@ def _store_id(directory: Path) -> bytes:
     """Read the store's id, or make one."""
     path = directory / _STORE_ID
     try:
-        line = path.read_text("ascii", "replace")
+        line = read_regular(path, _MOST_STORE_ID_BYTES).decode("ascii", "replace")
     except FileNotFoundError:
         return _make_store_id(directory)
     match = _STORE_LINE.fullmatch(line)
@@ -240,7 +242,8 @@ def _store_id(directory: Path) -> bytes:
 def _make_store_id(directory: Path) -> bytes:
     store_id = secrets.token_bytes(16)
     temporary = directory / (_STORE_ID + TEMPORARY_SUFFIX)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.write(descriptor, f"kvstore-disk {STORE_FORMAT_VERSION} {store_id.hex()}\n".encode())
         os.fsync(descriptor)

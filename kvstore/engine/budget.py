@@ -201,7 +201,8 @@ def _check(record: dict[str, object]) -> int:
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
+    temporary.unlink(missing_ok=True)
+    with temporary.open("x") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -90,12 +91,31 @@ def test_odd_files_in_a_state_directory_hold_up_no_start(
 ) -> None:
     monkeypatch.setattr("kvstore.server.daemon.set_up_logging", lambda config: None)
     monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
-    for name in ("lock", "epochs"):
-        state = tmp_path / name
-        state.mkdir()
+    names = ["lock", "epochs", "index.mdb/data.mdb", "index.mdb/lock.mdb", "index.mdb/seal"]
+    for number, name in enumerate([*names, "disk/store-id"]):
+        state = tmp_path / str(number)
+        (state / name).parent.mkdir(parents=True)
         os.mkfifo(state / name)
         config = load_config(
-            {"state": str(state), "listen": [f"unix://{tmp_path}/k"], "host_pool": "16MiB"}
+            {
+                "state": str(state),
+                "disk": str(state / "disk"),
+                "listen": [f"unix://{tmp_path}/k"],
+                "host_pool": "16MiB",
+            }
         )
-        with pytest.raises(KVStoreError, match=f"{state / name}"):
+        with pytest.raises(KVStoreError, match=rf"{state / name}|{state}/disk: .*store-id"):
             serve(config)
+        # Neither moved nor taken for damage: whoever put it there may take it away again.
+        assert (state / name).is_fifo()
+        assert not list(state.glob("*.damaged-*"))
+
+
+def test_a_fifo_that_waits_for_a_record_holds_up_no_stop(
+    start_daemon: Callable[..., Any], tmp_path: Path
+) -> None:
+    daemon = start_daemon("--disk", str(tmp_path / "disk"), "--disk-budget", "1GiB")
+    for name in ("disk-budget.tmp", "host-index.tmp", "speeds.new", "index.mdb/seal.new"):
+        os.mkfifo(daemon.directory / "s" / name)
+    assert daemon.stop() == 0
+    assert "Traceback" not in daemon.log.read_text()

@@ -49,7 +49,8 @@ class Block:
         disk_refs: movers that read the disk copy.
         gpu_refs: leases and movers that use the GPU copy. It keeps the block: its last other copy
             stays meanwhile.
-        pinned_until: unix time until which the last copy, and one on disk, must stay; 0: not pinned.
+        pinned_until: when the last copy, and one on disk, need not stay any more, by the pins'
+            time; 0: not pinned.
         flush: its way to disk.
         recorded: sequence number in the block's record on disk.
         uses: how often it was leased or streamed.

@@ -170,7 +170,6 @@ class Assembly:
         self.scrubber: Scrubber | None = None
         self.gpu_side: GpuSide | None = None
         self.tickets = Tickets(self.index, self.leases, self._arrivals)
-        self.pins = Pins(self.index, self._store_thread)
         self.limits = Limits(
             self.index,
             self._store_thread,
@@ -178,6 +177,7 @@ class Assembly:
             UseTimes(self.index, clock),
             default_limits or SpaceLimits(),
         )
+        self.pins = Pins(self.index, self._store_thread, self.limits.times)
         self._housekeeper = Housekeeper(
             self.index, self.pins, self.tickets, self.limits, self.worth
         )
@@ -232,8 +232,8 @@ class Assembly:
                     )
             if saved is not None:
                 self._adopt(saved)
-            self.pins.restore()
             self.limits.restore()
+            self.pins.restore()  # by the time that limits know
             opened.pop_all()
         if self.flusher is not None and self.promoter is not None:
             self.flusher.start()

@@ -161,8 +161,9 @@ class Limits:
         self._index.disk_quotas = self._index.disk_quotas or space.disk_quota < NO_QUOTA
 
     async def save_times(self) -> None:
-        """Save when blocks were used, if that matters to any space."""
-        if not any(s.in_force.ttl_seconds is not None for s in self._index.spaces.values()):
+        """Save when blocks were used, and what time it is, if that matters to any space or pin."""
+        living = any(s.in_force.ttl_seconds is not None for s in self._index.spaces.values())
+        if not living and not self.times.needed:
             return
         record = self.times.record()
         if record is None:

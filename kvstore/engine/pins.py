@@ -2,14 +2,15 @@
 
 Every owner (a chat session, an agent; or nobody in particular) has pins of its own, and a block stays
 as long as anybody's pin does. A pin with an owner always expires, so that an owner that is gone keeps
-nothing for ever; pinning again moves the expiry.
+nothing for ever; pinning again moves the expiry. Time is the daemon's own (`use_times`): no step of the
+wall clock ends a pin, or keeps it.
 
 Commit protocol
 
 1. Pinning: the blocks of the run stay from now on, so that none leaves while the store is at work;
    unpinning: they stay until 2 is done.
-2. One LMDB transaction puts, or deletes, the run's records. If it fails, what was in force before
-   is in force again.
+2. One LMDB transaction puts, or deletes, the run's records; before the first pin that ends, another
+   one saves what time it is. If one fails, what was in force before is in force again.
 3. Only now the caller hears of it.
 
 Killed before 2 the old pins are there, after it the new ones. Recovery: pins of blocks that are
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvstore.engine.store_thread import StoreThread
+    from kvstore.engine.use_times import UseTimes
     from kvstore.index import Block, BlockIndex, SpaceIndex
 
 __all__ = ["PinGroup", "Pins"]
@@ -51,7 +52,7 @@ class PinGroup:
 
     Attributes:
         blocks: how many.
-        first_end: Unix time at which the first one expires; `NEVER`: none does.
+        first_end: when the first one expires; `NEVER`: none does.
         last_end: when the last one does; `NEVER`: at least one does not.
     """
 
@@ -63,15 +64,16 @@ class PinGroup:
 
 
 class Pins:
-    """All pins, by space id, key and owner, with their expiry in Unix seconds.
+    """All pins, by space id, key and owner, with their expiry in seconds of the daemon's own time.
 
     Changes take turns, so that what is stored and what is in force stay the same.
     """
 
-    def __init__(self, index: BlockIndex, store: StoreThread) -> None:
+    def __init__(self, index: BlockIndex, store: StoreThread, times: UseTimes) -> None:
         """Start without pins; `restore` brings the stored ones back."""
         self._index = index
         self._store = store
+        self._times = times
         self._until: dict[bytes, dict[bytes, dict[str, float]]] = {}
         # Per space, no later than the first expiry; exact after each look at all pins.
         self._first_end: dict[bytes, float] = {}
@@ -84,8 +86,12 @@ class Pins:
         return {space_id: len(pinned) for space_id, pinned in list(self._until.items()) if pinned}
 
     def first_end(self, space_id: bytes) -> float:
-        """Return the Unix time at which a space's first pin expires; `NEVER`: none does."""
+        """Return when a space's first pin expires; `NEVER`: none does."""
         return self._first_end.get(space_id, NEVER)
+
+    def unix(self, end: float) -> float:
+        """Return the Unix time of an expiry, by the wall clock as it is set now."""
+        return end if end == NEVER else self._times.unix(end)
 
     def owners(self, space_id: bytes, key: bytes) -> list[str]:
         """Return whose pins keep a block."""
@@ -102,7 +108,7 @@ class Pins:
         Raises:
             StoreDamaged: what is in force is as before.
         """
-        until = time.time() + ttl_seconds if ttl_seconds else NEVER
+        until = self._times.now() + ttl_seconds if ttl_seconds else NEVER
         expires = 0.0 if until == NEVER else until
         # At once: nothing of the run may leave while others have their turn, or the store is at work.
         for block in run:
@@ -117,6 +123,8 @@ class Pins:
                 self._first_end[space.id] = min(until, self.first_end(space.id))
                 records = [PinRecord(space.id, key, expires, owner) for key in keys]
                 try:
+                    if expires:
+                        await self._save_time()
                     await self._store.run(self._store.store.put_pins, records)
                 except KVStoreError:
                     for key in keys:
@@ -202,7 +210,7 @@ class Pins:
         Raises:
             StoreDamaged: they stay for now.
         """
-        now = time.time()
+        now = self._times.now()
         async with self._turn:
             await self._drop_forgotten()
             for space_id, pinned in list(self._until.items()):
@@ -249,7 +257,7 @@ class Pins:
     def restore(self) -> None:
         """Pin again what is still there; forget the other pins. Before serving: it blocks."""
         lost = []
-        now = time.time()
+        now = self._times.now()
         for pin in self._store.store.pins():
             space = self._index.spaces.get(pin.space_id)
             block = None if space is None else space.blocks.get(pin.key)
@@ -261,8 +269,20 @@ class Pins:
                 pinned = self._until.setdefault(pin.space_id, {})
                 pinned.setdefault(pin.key, {})[pin.owner] = until
                 self._first_end[pin.space_id] = min(until, self.first_end(pin.space_id))
+                self._times.needed = self._times.needed or until != NEVER
         if lost:
             self._store.store.delete_pins(lost)
+
+    async def _save_time(self) -> None:
+        """See to it that the next start, and this daemon from now on, keep the time."""
+        self._times.needed = True
+        record = None if self._times.stored else self._times.record()
+        if record is not None:
+            try:
+                await self._store.run(self._store.store.put_uses, record)
+            except KVStoreError:
+                self._times.unsaved()
+                raise
 
     async def _drop_forgotten(self) -> None:
         """Delete what is stored of forgotten pins, unless they were pinned again since."""

@@ -43,7 +43,7 @@ class Reading:
 
 
 class SteadyClock:
-    """Seconds since the first start, or since whatever `resume` was told last. Any thread."""
+    """Seconds since the first start, or what `resume` was told last and since then. Any thread."""
 
     def __init__(
         self,
@@ -51,18 +51,20 @@ class SteadyClock:
         clock: Callable[[], float] = _since_boot,
         wall: Callable[[], float] = time.time,
         boot: str | None = None,
+        start: float = 0.0,
     ) -> None:
-        """Start at 0.
+        """Start.
 
         Args:
             clock: seconds, never backwards.
             wall: Unix time.
             boot: names the boot of the machine that `clock` counts from; None: this one.
+            start: what it says first.
         """
         self._clock = clock
         self._wall = wall
         self._boot = _BOOT_ID.read_text().strip() if boot is None else boot
-        self._offset = -clock()
+        self._offset = start - clock()
 
     def now(self) -> float:
         """Return the time, seconds."""
@@ -77,4 +79,4 @@ class SteadyClock:
         """Go on from an earlier daemon's last reading."""
         same_boot = last.boot == self._boot
         away = self._clock() - last.clock if same_boot else self._wall() - last.wall
-        self._offset += last.seconds + max(0.0, away)
+        self._offset = last.seconds + max(0.0, away) - self._clock()

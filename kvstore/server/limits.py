@@ -23,9 +23,9 @@ _MOST_GROUPS: Final = 10_000
 _LAST_UNIX_MS: Final = (1 << 64) - 1
 
 
-def unix_ms(seconds: float) -> int:
-    """Return a Unix time in milliseconds, or the last that a message can say; 0 for `NEVER`."""
-    return 0 if seconds == NEVER else min(max(1, round(seconds * 1e3)), _LAST_UNIX_MS)
+def unix_ms(engine: Engine, end: float) -> int:
+    """Return a pin's end as Unix milliseconds, or the last that a message can say; 0 for `NEVER`."""
+    return 0 if end == NEVER else min(max(1, round(engine.pins.unix(end) * 1e3)), _LAST_UNIX_MS)
 
 
 def limits_message(limits: SpaceLimits) -> pb.Limits:
@@ -86,15 +86,15 @@ async def list_pins(engine: Engine, request: pb.ListPinsRequest) -> pb.ListPinsR
     groups = await engine.pins.groups(space, request.owner or None)
     if len(groups) > _MOST_GROUPS:
         groups = heapq.nlargest(_MOST_GROUPS, groups, key=lambda group: group.blocks)
-    return pb.ListPinsResponse(groups=map(_group, groups))
+    return pb.ListPinsResponse(groups=[_group(engine, group) for group in groups])
 
 
-def _group(group: PinGroup) -> pb.PinGroup:
+def _group(engine: Engine, group: PinGroup) -> pb.PinGroup:
     return pb.PinGroup(
         space_id=group.space.id,
         owner=group.owner,
         blocks=group.blocks,
         bytes=group.blocks * group.space.shape.block_bytes,
-        first_end_unix_ms=unix_ms(group.first_end),
-        last_end_unix_ms=unix_ms(group.last_end),
+        first_end_unix_ms=unix_ms(engine, group.first_end),
+        last_end_unix_ms=unix_ms(engine, group.last_end),
     )

@@ -72,7 +72,7 @@ def space_infos(engine: Engine) -> list[pb.SpaceInfo]:
             bytes_host=space.host_blocks * size,
             bytes_disk=space.disk_blocks * size,
             pinned_bytes=pinned.get(space.id, 0) * size,
-            pins_end_unix_ms=unix_ms(engine.pins.first_end(space.id)),
+            pins_end_unix_ms=unix_ms(engine, engine.pins.first_end(space.id)),
             limits=limits_in_force(space.in_force) if space.in_force else None,
             own_limits=limits_message(space.limits) if space.limits else None,
         )

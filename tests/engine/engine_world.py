@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -84,7 +85,7 @@ class World:
         gpu_devices: Callable[[], Sequence[GpuDevice]] = lambda: [SimulatedDevice()],
         gpu_engine: Callable[[], IoEngine] | None = None,
         default_limits: SpaceLimits | None = None,
-        clock: Callable[[], SteadyClock] = SteadyClock,
+        clock: Callable[[], SteadyClock] = lambda: SteadyClock(start=time.time()),
     ) -> None:
         self.directory = directory
         self.pools = pools

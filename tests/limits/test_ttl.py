@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from uuid import UUID
 
 import pytest
 from engine_invariants import check
@@ -14,7 +15,9 @@ from kvstore.engine.steady_clock import SteadyClock
 from kvstore.engine.use_times import UseTimes
 from kvstore.index import BlockIndex, SpaceLimits
 from kvstore.index.lmdb_store import MetaStore
+from kvstore.index.records import UsesRecord
 from kvstore.miss import MissReason
+from kvstore.server.limits import unix_ms
 
 Make = Callable[..., World]
 
@@ -30,7 +33,10 @@ class Machine:
 
     def clock(self) -> SteadyClock:
         return SteadyClock(
-            clock=lambda: self.up, wall=lambda: self.unix, boot=f"{_BOOT}{self.boots}"
+            clock=lambda: self.up,
+            wall=lambda: self.unix,
+            boot=f"{_BOOT}{self.boots}",
+            start=self.unix,
         )
 
     def passes(self, seconds: float) -> None:
@@ -166,6 +172,62 @@ def test_the_time_of_a_use_survives_restarts_and_steps_of_the_wall_clock(
     world.run(after_a_reboot)
     machine.reboots(away=0.0)
     world.run(at_last)
+
+
+def test_pins_end_in_time_whatever_is_done_to_the_wall_clock(
+    make_world: Make, machine: Machine
+) -> None:
+    world = make_world(clock=machine.clock)
+    keys = chain("pinned", 2)
+
+    def ends_in(world: World) -> float:
+        return (
+            unix_ms(world.engine, world.engine.pins.first_end(world.space.id)) / 1e3 - machine.unix
+        )
+
+    async def pin(world: World) -> None:
+        await world.player().put(keys)
+        await world.settle()
+        await world.engine.pin(world.space, keys, 10 * HOUR, "session")
+        machine.passes(HOUR)
+        machine.unix += 1e8
+        await world.engine.pins.expire()
+        assert world.engine.pins.counts() == {world.space.id: 2}
+        # What people are told is a time of the clock as it is now.
+        assert ends_in(world) == pytest.approx(9 * HOUR, abs=1.0)
+
+    async def after_a_crash(world: World) -> None:
+        assert ends_in(world) == pytest.approx(9 * HOUR, abs=1.0)
+        machine.unix -= 3e8
+        machine.passes(HOUR)
+        await world.engine.pins.expire()
+        assert ends_in(world) == pytest.approx(8 * HOUR, abs=1.0)
+        # Known before a reboot, which takes no step for time that has passed.
+        await world.engine.limits.save_times()
+
+    async def after_a_reboot(world: World) -> None:
+        assert ends_in(world) == pytest.approx(6 * HOUR, abs=1.0)
+        machine.passes(6.1 * HOUR)
+        machine.unix -= 1e8
+        await world.engine.pins.expire()
+        assert world.engine.pins.counts() == {}
+
+    async def forgotten(world: World) -> None:
+        assert not world.store.pins()
+
+    world.run(pin, after_a_crash)
+    machine.reboots(away=2 * HOUR)
+    world.run(after_a_reboot, forgotten)
+
+
+def test_a_time_that_began_at_0_goes_on_as_unix_time(machine: Machine) -> None:
+    index = BlockIndex(lambda _: None, lambda _, __: None)
+    boot = UUID(f"{_BOOT}{machine.boots}").bytes
+    times = UseTimes(index, machine.clock())
+    times.restore(UsesRecord(500.0, machine.up, machine.unix, boot, ((7, 400.0),)))
+    assert times.now() == pytest.approx(machine.unix)
+    assert times.unused_for(99.0) == 7
+    assert times.unused_for(101.0) == -1
 
 
 @pytest.mark.parametrize("disk_blocks", [0, 64])

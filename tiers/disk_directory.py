@@ -206,7 +206,10 @@ def make_directory(path: Path) -> None:
         OSError: it is not there, or may not be after a loss of power.
     """
     made = [directory for directory in (path, *path.parents) if not directory.exists()]
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
     for directory in made:
         sync_directory(directory.parent)
 

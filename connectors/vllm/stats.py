@@ -52,6 +52,7 @@ _COUNTS: Final = {
     "lookup_failures": "Requests that the kvstore daemon did not answer.",
     "load_failures": "Loads that failed; their requests were computed.",
     "store_failures": "Stores that failed, of each rank; their blocks are not in kvstore.",
+    "unfilled": "Pieces of kvstore's memory that could not be faulted in ahead of their first use.",
     "hook_failures": "Hooks of the connector that failed; the engine went on without kvstore.",
 }
 _HIT_TOKENS: Final = (
@@ -108,13 +109,17 @@ class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
 class StatsLog:
     """Counts of one half of the connector since vLLM took them last. Any thread may add."""
 
-    def __init__(self, tell: Callable[[str, float], None]) -> None:
+    def __init__(
+        self, tell: Callable[[str, float], None], unfilled: Callable[[], int] = lambda: 0
+    ) -> None:
         """Start at nothing.
 
         Args:
             tell: is told each time as well: the daemon shows the times of all its clients.
+            unfilled: returns what the attachment counts, from 0 again with each new one.
         """
         self._tell = tell
+        self._unfilled, self._seen_unfilled = unfilled, 0
         self._guard = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._seconds: dict[str, deque[float]] = {}
@@ -149,6 +154,9 @@ class StatsLog:
     def take(self) -> KVStoreStats | None:
         """Return what was added since the last call; None for nothing."""
         failed = guard.take_failures()
+        before, self._seen_unfilled = self._seen_unfilled, self._unfilled()
+        again = self._seen_unfilled < before
+        self.count("unfilled", self._seen_unfilled - (0 if again else before))
         if not (self._counts or self._seconds or failed):
             return None
         with self._guard:

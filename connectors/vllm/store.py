@@ -176,6 +176,10 @@ class Attachment(Protocol):
     def use_devices(self, uuids: Sequence[str], pins: Any = None) -> None:
         """Say whose device memory leases may name; have slabs pinned by `pins`."""
 
+    @property
+    def unfilled(self) -> int:
+        """How often memory could not be faulted in ahead, under this attachment."""
+
     def rest(self, resting: bool) -> None:
         """Let background work on mapped memory wait, or go on."""
 

@@ -97,7 +97,7 @@ class WorkerSide:
         self._meta: StepMeta | None = None
         self._prepared = self._loaded = self._submitted = 0
         self._delayed: list[Store] = []
-        self.stats = StatsLog(client.report_time)
+        self.stats = StatsLog(client.report_time, lambda: client.attachment.unfilled)
         # When stores began, by job, and their spans.
         self._store_begun: dict[int, tuple[float, tracing.Span]] = {}
         # Written by other threads:

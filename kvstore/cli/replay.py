@@ -274,7 +274,7 @@ def replay(
 
     Takes requests through the daemon's own index and eviction rule, on a virtual clock: hit rates by tier, time
     to first token, bytes written to disk. Reads Mooncake's and Bailian's traces, one request at a
-    time. No daemon is needed.
+    time. No daemon is needed. Knows no quotas, times to live, pins or disk budget.
     """
     if generate is not None:
         return _generate(generate, seed)
@@ -349,6 +349,10 @@ def replay(
             f"requests over {over},\n{count(first.blocks)} blocks "
             f"of {kind.block_tokens} tokens ({format_bytes(kind.block_bytes)})"
         )
+        if opened.dropped:
+            print(
+                f"{opened.dropped:,} more were not recorded: the daemon was behind, or was killed"
+            )
         _print_results(results)
         if chosen is not None:
             _print_recommendation(chosen)

@@ -115,6 +115,8 @@ class Pins:
             block.pinned_until = max(until, block.pinned_until)
         try:
             async with self._turn:
+                if expires:
+                    await self._save_time()
                 keys = [block.key for block in run if not block.dead]
                 pinned = self._until.setdefault(space.id, {})
                 before = {key: pinned[key].get(owner) for key in keys if key in pinned}
@@ -123,8 +125,6 @@ class Pins:
                 self._first_end[space.id] = min(until, self.first_end(space.id))
                 records = [PinRecord(space.id, key, expires, owner) for key in keys]
                 try:
-                    if expires:
-                        await self._save_time()
                     await self._store.run(self._store.store.put_pins, records)
                 except KVStoreError:
                     for key in keys:

@@ -23,10 +23,13 @@ Don't forget to bump `TRACE_VERSION` when the layout changes; `kvstore.replay.re
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import logging
 import os
+import stat
 import threading
 import time
 from collections import deque
@@ -76,11 +79,12 @@ class Recorder:
             ConfigError: the file cannot be written.
         """
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            fd, cut_short = _open(path)
         except OSError as error:
             raise ConfigError(f"record: {path}: {error.strerror}") from error
         self._path = path
         self._file: IO[str] = os.fdopen(fd, "w", encoding="utf-8")
+        self._cut_short = cut_short
         self._counts = counters.counts
         self._limit = queued_keys
         self._queue: deque[_Event] = deque()
@@ -140,6 +144,8 @@ class Recorder:
 
     def _run(self) -> None:
         try:
+            if self._cut_short:
+                self._file.write("\n")
             self._write({"kvstore_trace": TRACE_VERSION, "unix_seconds": time.time()})
             said = 0
             last = False
@@ -183,3 +189,27 @@ class Recorder:
 
     def _write(self, fields: dict[str, Any]) -> None:
         self._file.write(json.dumps(fields, separators=(",", ":")) + "\n")
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """Open a file to append to; return its descriptor, and whether its last line is cut short.
+
+    Raises:
+        OSError: it cannot be written, or is a FIFO, whose reader could stop the daemon.
+    """
+    # Of a FIFO opening waits for a reader, without O_NONBLOCK.
+    flags = os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        fd = os.open(path, os.O_RDWR | flags, 0o600)
+    except PermissionError:
+        fd = os.open(path, os.O_WRONLY | flags, 0o600)
+    found = os.fstat(fd)
+    if stat.S_ISFIFO(found.st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "is a FIFO", str(path))
+    # By a full disk, or a kill: the next line must not be taken for its rest.
+    cut_short = False
+    if stat.S_ISREG(found.st_mode) and found.st_size:
+        with contextlib.suppress(OSError):
+            cut_short = os.pread(fd, 1, found.st_size - 1) != b"\n"
+    return fd, cut_short

@@ -76,6 +76,7 @@ class Trace:
         self.name = name
         self._stream = stream
         self._line = 1
+        self._ahead: str | None = None
         self._first = self._read()
         if not self._first:
             raise InvalidRequest(name, "is empty")
@@ -93,6 +94,11 @@ class Trace:
     def close(self) -> None:
         """Close the file."""
         self._stream.close()
+
+    @property
+    def dropped(self) -> int:
+        """How many events a recording lacks, as far as it was read: it says so, or is cut short."""
+        return self._recording.dropped if self.format is TraceFormat.KVSTORE else 0
 
     def _wrong(self, problem: str) -> InvalidRequest:
         return InvalidRequest(f"{self.name}:{self._line}", problem)
@@ -123,9 +129,20 @@ class Trace:
             if not self._first:
                 raise InvalidRequest(self.name, "holds no requests")
             if not self._first.isspace():
-                self._recorded(self._object(self._first))
+                self._recorded(self._recorded_object(self._first))
         self._line += 1
         self._first = self._read()
+
+    def _recorded_object(self, line: str) -> dict[str, Any]:
+        """Return the object of a recording's line; of one that is cut short, an event that is lost."""
+        try:
+            return self._object(line)
+        except InvalidRequest:
+            # A kill or a full disk cut it: nothing follows, or the first line of the next daemon.
+            self._ahead = self._read()
+            if self._ahead and not self._ahead.startswith('{"kvstore_trace"'):
+                raise
+            return {"dropped": 1}
 
     def _recorded(self, fields: dict[str, Any]) -> Request | None:
         try:
@@ -143,9 +160,10 @@ class Trace:
         line = self._first
         while line:
             if not line.isspace():
-                fields = self._object(line)
-                recorded = self.format is TraceFormat.KVSTORE
-                request = self._recorded(fields) if recorded else self._request(fields)
+                if self.format is TraceFormat.KVSTORE:
+                    request = self._recorded(self._recorded_object(line))
+                else:
+                    request = self._request(self._object(line))
                 if request is not None:
                     # The clock does not run backwards, whatever the trace says.
                     latest = request.at = max(latest, request.at)
@@ -154,6 +172,9 @@ class Trace:
             line = self._read()
 
     def _read(self) -> str:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            return ahead
         try:
             return self._stream.readline()
         except UnicodeDecodeError as error:

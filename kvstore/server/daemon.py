@@ -7,7 +7,7 @@
 4. Open the tiers, recover the index, adopt what lies in the pool.
 5. Bind sockets, invalidate the saved host index, serve, publish the socket addresses, print the
    ready line, tell the service manager.
-6. On SIGTERM or SIGINT: save the host index, flush within the time allowed, say goodbye, close,
+6. On SIGTERM, SIGINT or SIGHUP: save the host index, flush within the time allowed, say goodbye, close,
    mark the store clean.
 """
 
@@ -55,7 +55,7 @@ from kvstore.server.logs import say_ready, set_up_logging
 from kvstore.server.loop_slices import SliceSelector
 from kvstore.server.reading import CarefulServer
 from kvstore.server.service_manager import ServiceManager
-from kvstore.server.sockets import BootSocket
+from kvstore.server.sockets import BootSocket, why_not
 from kvstore.server.web import serve_web
 from kvstore.syncpoint import arm_from_environment
 from kvstore.tiers.disk import DiskTier
@@ -81,6 +81,8 @@ _SHARED_MEMORY: Final = Path("/dev/shm")
 _DISK_SHARE: Final = 0.8
 _STATE_ROOM_BYTES: Final = 1 << 20
 _GRACE_SECONDS: Final = 1.0
+# A terminal that goes away must not cost what is in memory.
+_STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # The index has no cycles: garbage is what calls leave behind. Taking away 50,000 objects of it at
 # a time stops the loop for 80 ms, 5,000 for 8; a full collection looks at every block, and is rare.
 _GC_THRESHOLD: Final = (5_000, 20, 1_000)
@@ -247,7 +249,7 @@ async def _bind(
         except RuntimeError as error:
             for other in sockets:
                 other.remove()
-            raise ConfigError(f"listen: cannot bind {address}") from error
+            raise ConfigError(f"listen: cannot bind {address}{why_not(address)}") from error
     return sockets, bound
 
 
@@ -268,7 +270,10 @@ async def _run(
         else:
             stop.set_result(name)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _STOPS:
+        # `nohup` has the daemon outlive its terminal.
+        if signal.getsignal(number) is signal.SIG_IGN:
+            continue
         loop.add_signal_handler(number, on_signal, number.name)
     engine = _build(config, store, pool)
     # Recovery makes several objects a block, none of them garbage: collecting meanwhile doubles

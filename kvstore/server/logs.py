@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["say_ready", "set_up_logging"]
 
+log = logging.getLogger("kvstore")
+
 
 def _demote_departures(record: logging.LogRecord) -> bool:
     """Let gRPC mention a client that left during a call, but not as an error with a traceback."""
@@ -42,8 +44,17 @@ def set_up_logging(config: ServeConfig) -> None:
 
 
 def say_ready(config: ServeConfig, fields: Mapping[str, str]) -> str:
-    """Print the one line that says that the daemon serves, and with what; return its text."""
+    """Print the one line that says that the daemon serves, and with what; return its text.
+
+    Where it cannot be printed, on a full disk say, the log has it.
+    """
     text = " ".join(["kvstore ready", *(f"{name}={value}" for name, value in fields.items())])
     as_json = config.log_format == "json"
-    print(log_lines.line("info", text, event="ready", **fields) if as_json else text, flush=True)
+    line = log_lines.line("info", text, event="ready", **fields) if as_json else text
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        log.warning("%s (standard output: %s)", text, error.strerror)
+        # What is left in its buffer would fail again when the process ends.
+        sys.stdout = None
     return text

@@ -22,7 +22,7 @@ from kvstore.errors import ConfigError
 if TYPE_CHECKING:
     from kvstore.address import Address
 
-__all__ = ["BootSocket"]
+__all__ = ["BootSocket", "why_not"]
 
 # sun_path without its final NUL.
 _MAX_PATH_BYTES = 107
@@ -126,3 +126,18 @@ class BootSocket:
         if self._own_directory is not None:
             with contextlib.suppress(OSError):
                 self._own_directory.rmdir()
+
+
+def why_not(address: Address) -> str:
+    """Say why a TCP address cannot be bound, after a colon; gRPC tells only its own log."""
+    if address.local:
+        return ""
+    try:
+        for family, kind, protocol, _, name in socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(name)
+    except OSError as error:
+        return f": {error.strerror}"
+    return ""

@@ -344,6 +344,7 @@ class FakeAttachment:
         self._number = number
         self.joined = True
         self.unmappable = False
+        self.unfilled = 0
         self.resting: list[bool] = []
 
     @property

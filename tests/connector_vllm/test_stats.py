@@ -211,3 +211,17 @@ def test_the_documented_series_are_those_of_the_code() -> None:
     for family in registry.collect():
         name = family.name + ("_total" if family.type == "counter" else "")
         assert f"| `{name}` | {family.type} |" in document, name
+
+
+def test_memory_that_could_not_be_faulted_in_is_counted_once() -> None:
+    engine = MiniEngine(FakeDaemon())
+    worker: Any = engine.ranks[0].shell._worker
+    attachment = worker._client.attachment
+    attachment.unfilled = 3
+    assert taken(engine).data["counts"]["unfilled"] == 3
+    assert taken(engine).is_empty()
+    attachment.unfilled = 5
+    assert taken(engine).data["counts"]["unfilled"] == 2
+    # Another attachment counts from 0.
+    attachment.unfilled = 1
+    assert taken(engine).data["counts"]["unfilled"] == 1

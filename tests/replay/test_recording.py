@@ -187,3 +187,41 @@ def test_a_bad_line_of_a_recording_is_named(tmp_path: Path, line: str, problem: 
     with pytest.raises(InvalidRequest, match=f"^{path}:3: {problem}"):
         list(trace)
     trace.close()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_line_that_was_cut_short_costs_one_event(tmp_path: Path, again: bool) -> None:
+    trace = tmp_path / "trace.jsonl"
+    space, keys = space_of(), [bytes([n]) * 16 for n in range(3)]
+
+    def record() -> None:
+        recorder = Recorder(trace, Counters())
+        recorder.start()
+        for key in keys:
+            recorder.load(space, [key], None)
+        recorder.close()
+
+    record()
+    # As a full disk, or a kill, leaves it.
+    trace.write_bytes(trace.read_bytes()[:-5])
+    if again:
+        record()
+        assert trace.read_text().count("kvstore_trace") == 2
+    opened = open_trace(str(trace), token_bytes=1)
+    assert len(list(opened)) == (5 if again else 2)
+    assert opened.dropped == 1
+    opened.close()
+    # What is wrong in the middle is no rest of a line.
+    trace.write_text(trace.read_text().replace('"op"', "op", 1))
+    opened = open_trace(str(trace), token_bytes=1)
+    with pytest.raises(InvalidRequest, match="trace.jsonl:3: is no JSON"):
+        list(opened)
+    opened.close()
+
+
+def test_a_fifo_is_no_file_to_record_to(tmp_path: Path) -> None:
+    # Opening one waits for a reader, who may never come.
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match=f"^record: {tmp_path}/fifo: is a FIFO$"):
+        Recorder(tmp_path / "fifo", Counters())
+    Recorder(Path("/dev/null"), Counters()).close()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raw_calls import Raw
+from raw_calls import Raw, chain
 
 from kvstore.proto import kvstore_pb2 as pb
 
@@ -65,3 +65,51 @@ def test_the_address_of_a_killed_daemon_is_free(
     # One file per boot, and only the living one's.
     names = [p.name for p in first.daemon.directory.iterdir() if p.name.startswith(".kvstore")]
     assert len(names) == 1
+
+
+def test_who_cannot_listen_says_why(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = _start_another(tmp_path, address)
+        assert said.splitlines()[-1] == (
+            f"kvstore: listen: cannot bind {address}: Address already in use"
+        )
+    (tmp_path / "file").touch()
+    said = _start_another(tmp_path, f"unix://{tmp_path}/k", state="file")
+    assert said == f"kvstore: state: {tmp_path}/file: Not a directory\n"
+
+
+def test_a_full_disk_behind_standard_output_stops_no_start(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvstore", "serve", "--state", str(tmp_path / "s")]
+    command += ["--listen", f"unix://{tmp_path}/k", "--host-pool", "16MiB"]
+    with Path("/dev/full").open("w") as full:
+        daemon = subprocess.Popen(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert daemon.stderr is not None
+    try:
+        line = daemon.stderr.readline()
+        assert "kvstore ready listen=" in line
+        assert line.endswith("(standard output: No space left on device)\n")
+        daemon.terminate()
+        rest = daemon.stderr.read()
+        assert daemon.wait(60) == 0, rest
+        assert "saved and flushed" in rest
+    finally:
+        daemon.kill()
+        daemon.wait()
+        daemon.stderr.close()
+
+
+def test_a_terminal_that_goes_away_costs_nothing_in_memory(raw: Callable[..., Raw]) -> None:
+    server = raw()
+    space = server.open()
+    keys = chain("h", 4)
+    assert server.put(space, keys, 65536) == 4
+    server.daemon.signal(signal.SIGHUP)
+    assert server.daemon._wait() == 0
+    assert "saved the index of 4 blocks" in server.daemon.log.read_text()
+    server.daemon.start()
+    again = server.again()
+    assert again.kv.Lookup(pb.LookupRequest(space=space, keys=keys)).blocks == 4
+    again.close()

@@ -1,4 +1,4 @@
-"""Which blocks of a batch the quotas of their spaces let into memory."""
+"""Which blocks of a batch the quotas of their spaces let into memory, and at whose cost."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvstore.index import Block, SpaceIndex
+    from kvstore.prefetch.move import Move
 
-__all__ = ["admitted"]
+__all__ = ["admitted", "at_whose_cost"]
 
 
 def admitted(blocks: Sequence[Block], admit: Callable[[SpaceIndex, int], int]) -> Sequence[bool]:
@@ -31,3 +32,10 @@ def admitted(blocks: Sequence[Block], admit: Callable[[SpaceIndex, int], int]) -
         if room:
             left[block.space] = room - 1
     return fits
+
+
+def at_whose_cost(batch: Sequence[Move]) -> int | None:
+    """Return the sequence number below which blocks may leave for a batch; None: any may."""
+    if any(job.waiter.holding for move in batch for job in move.jobs):
+        return None
+    return max(move.block.sequence for move in batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore import tracing
 from kvstore.prefetch.queue import Job
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvstore.miss import MissReason
     from kvstore.space import BlockShape
 
-__all__ = ["Move", "MoveState", "Waiter", "WaiterJob"]
+__all__ = ["Kind", "Move", "MoveState", "Waiter", "WaiterJob"]
 
 
 class Waiter(Protocol):
@@ -58,6 +58,18 @@ class Move:
     state: MoveState = MoveState.QUEUED
 
 
+class Kind(NamedTuple):
+    """What competes for the same room.
+
+    Attributes:
+        shape: of the blocks.
+        holding: that of the waiter, who may have others make room for what was used less recently.
+    """
+
+    shape: BlockShape
+    holding: bool
+
+
 class WaiterJob(Job[Move]):
     """A job, and what it comes to.
 
@@ -73,7 +85,7 @@ class WaiterJob(Job[Move]):
         self, waiter: Waiter, shape: BlockShape, priority: int, deadline: float, slack: float
     ) -> None:
         """Start without moves."""
-        super().__init__(shape, priority, deadline, slack)
+        super().__init__(Kind(shape, waiter.holding), priority, deadline, slack)
         self.waiter = waiter
         self.moves = 0
         self.traceparent = tracing.carried()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 from kvstore import tracing
 from kvstore.errors import TierError
 from kvstore.miss import MissReason
-from kvstore.prefetch.admission import admitted
+from kvstore.prefetch.admission import admitted, at_whose_cost
 from kvstore.prefetch.ahead import bytes_ahead
 from kvstore.prefetch.batch import (
     BATCHES_AT_ONCE,
@@ -34,10 +34,9 @@ from kvstore.prefetch.batch import (
     passing_bytes,
 )
 from kvstore.prefetch.estimate import PathEstimate
-from kvstore.prefetch.move import Move, MoveState, Waiter, WaiterJob
+from kvstore.prefetch.move import Kind, Move, MoveState, Waiter, WaiterJob
 from kvstore.prefetch.queue import Job, JobQueue
 from kvstore.prefetch.wanted import Wanted
-from kvstore.space import BlockShape
 from kvstore.tiers.base import Outcome, Transfer
 
 if TYPE_CHECKING:
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
 
     from kvstore.index import Block, BlockIndex
     from kvstore.prefetch.host_room import HostRoom
+    from kvstore.space import BlockShape
     from kvstore.tiers.base import Slot, Tier
 
 __all__ = ["Promoter"]
@@ -89,8 +89,8 @@ class Promoter:
         self._jobs: dict[tuple[Waiter, BlockShape, int], WaiterJob] = {}
         self._queue: JobQueue[Move] = JobQueue()
         self._bytes = 0
-        # Shapes for which there was no room a moment ago.
-        self._stalled: set[BlockShape] = set()
+        # For these there was no room a moment ago.
+        self._stalled: set[Kind] = set()
         # For the batch that seeks room: what was taken out of whose items, and who has none left.
         self._taken: list[tuple[WaiterJob, Move]] = []
         self._emptied: list[WaiterJob] = []
@@ -265,31 +265,27 @@ class Promoter:
                 continue
             if not (batch := self._within_quotas(batch)):
                 continue
-            shape = batch[0].block.space.shape
-            slots = self._host.take(shape, len(batch), self._older_than(batch))
+            shape, older_than = batch[0].block.space.shape, at_whose_cost(batch)
+            slots = self._host.take(shape, len(batch), older_than)
             if slots:
                 self._put_back(batch[len(slots) :])
                 await self._move(batch[: len(slots)], slots)
                 self._work.set()
             elif self._host.may_come(shape, promoting=True):
                 self._put_back(batch)
-                self._stalled.add(shape)
+                # Those who may push out more than these may still find some.
+                stalled = {Kind(shape, False), Kind(shape, older_than is None)}
+                self._stalled |= stalled
                 await self._host.room(_ROOM_POLL_SECONDS)
-                self._stalled.discard(shape)
+                self._stalled -= stalled
                 self._work.set()
             else:
                 for move in batch:
                     self._fail_taken(move, MissReason.NO_ROOM)
 
-    @staticmethod
-    def _older_than(batch: Sequence[Move]) -> int | None:
-        if any(job.waiter.holding for move in batch for job in move.jobs):
-            return None
-        return max(move.block.sequence for move in batch)
-
     def _within_quotas(self, batch: list[Move]) -> list[Move]:
         """Return the moves that the quotas of their spaces allow now; the others come to nothing."""
-        older_than = self._older_than(batch)
+        older_than = at_whose_cost(batch)
         fits = admitted([m.block for m in batch], lambda s, n: self._host.admit(s, n, older_than))
         for move, fit in zip(batch, fits, strict=True):
             if not fit:
@@ -372,15 +368,17 @@ class Promoter:
         """Return the job that goes next, of those whose blocks may join a batch."""
         if not batch:
             return self._queue.pick(
-                lambda shape: shape not in self._stalled,
+                lambda kind: kind not in self._stalled,
                 least=least_priority(self.path),
                 passing=self._passing,
             )
-        return self._queue.pick(lambda shape: shape == batch[0].block.space.shape, filling=True)
+        shape = batch[0].block.space.shape
+        joining = {Kind(shape, True), Kind(shape, False)} - self._stalled
+        return self._queue.pick(joining.__contains__, filling=True)
 
-    def _passing(self, shape: Hashable) -> int:
-        assert isinstance(shape, BlockShape)
-        return passing_bytes(self.path, shape.block_bytes)
+    def _passing(self, kind: Hashable) -> int:
+        assert isinstance(kind, Kind)
+        return passing_bytes(self.path, kind.shape.block_bytes)
 
     def _next_move(self, job: WaiterJob) -> Move | None:
         """Return the first move that a job wants and nobody has begun; it stays where it is."""

@@ -38,7 +38,7 @@ class Job(Generic[Item]):
     """What one waiter wants.
 
     Attributes:
-        kind: jobs of one kind compete for the same room: a block shape.
+        kind: jobs of one kind compete for the same room.
         priority: its class; higher goes first.
         deadline: loop time after which nobody wants it any more.
         slack: bytes that may still be put before it; infinite when nobody counts on when it ends.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
+import pytest
 from promoter_world import PromoterWorld, RunOf
 from virtual_time import run_in_virtual_time
 
@@ -13,23 +14,31 @@ from kvstore.prefetch.host_room import HostRoom
 from kvstore.prefetch.promoter import Promoter
 from kvstore.space import BlockShape
 from kvstore.tiers.base import Slot
-from kvstore.units import KIB
+from kvstore.units import KIB, MIB
 
 BLOCK = 16 * KIB
 
 
 class _Full:
-    """Gives as many slots as it is told to."""
+    """Gives as many slots as it is told to.
+
+    Attributes:
+        left: how many.
+        for_holders: gives those who hold what lands as many as they want.
+    """
 
     def __init__(self, promoter: Promoter) -> None:
         self._host = promoter._host
         promoter._host = cast("HostRoom", self)
         self.left = 0
+        self.for_holders = False
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._host, name)
 
     def take(self, shape: BlockShape, count: int, older_than: int | None) -> list[Slot]:
+        if self.for_holders and older_than is None:
+            return list(self._host.take(shape, count, older_than))
         taken = min(count, self.left)
         self.left -= taken
         return list(self._host.take(shape, taken, older_than))
@@ -89,3 +98,29 @@ def test_a_block_that_two_wait_for_stands_once_with_each_however_long_there_is_n
     stood, stand = run_in_virtual_time(story())
     assert [len(items) for items in stood] == [3, 6]
     assert stand == stood
+
+
+class _Holder(RunOf):
+    holding = True
+
+
+@pytest.mark.parametrize("priority", [0, -5])
+@pytest.mark.parametrize("hinted", [4, 40])
+def test_who_may_push_others_out_does_not_wait_for_who_may_not(hinted: int, priority: int) -> None:
+    """A hint in front, for what was used less recently than all that is in memory, kept a lease for ever."""
+
+    async def story() -> float:
+        world = PromoterWorld(1e9, 2 * MIB)
+        world.promoter.start()
+        await world.measured()
+        _Full(world.promoter).for_holders = True
+        world.ask(world.chain(hinted), priority)
+        await asyncio.sleep(0.123)
+        chain = world.chain(20)
+        lease = _Holder(chain)
+        world.promoter.request(chain, lease, slack=0)
+        took = await asyncio.wait_for(lease.done, 60)
+        await world.promoter.stop()
+        return took
+
+    assert run_in_virtual_time(story()) == pytest.approx(20 * 2 * MIB / 1e9, rel=0.01)

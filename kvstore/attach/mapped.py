@@ -165,7 +165,8 @@ class DeviceMemory:
                 device = runtime.device_of(memory.device_uuid)
                 with runtime.on_device(device):
                     known = device, runtime.ipc_open(memory.handle)
-                self._opened[memory.handle] = known
+                    # Before going back to another device may fail.
+                    self._opened[memory.handle] = known
             return known[1]
 
     def close(self) -> None:

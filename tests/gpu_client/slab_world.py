@@ -72,6 +72,10 @@ class Runtime:
     def on_device(self, device: int) -> Iterator[None]:
         assert device == 3
         yield
+        self.go_back()
+
+    def go_back(self) -> None:
+        """To the device that the thread had before."""
 
     def ipc_open(self, handle: bytes) -> int:
         self.opened.append(handle)

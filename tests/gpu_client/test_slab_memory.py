@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from slab_world import SLOT, SLOTS, World, slab_world
 from kvstore.attach import mapped
 from kvstore.attach.mapped import DEVICE, PAGEABLE, PINNED
 from kvstore.connectors.vllm.guard import failures
+from kvstore.cudart import CudaError
 from kvstore.errors import AttachmentLost
 
 __all__ = ["slab_world"]
@@ -236,3 +238,53 @@ def test_a_process_without_a_gpu_opens_nothing_by_itself(world: World) -> None:
     world.gpu(2, 0)
     assert world.reach(1) == PAGEABLE
     assert not world.runtime.opened
+
+
+CALLS = (
+    "set_device",
+    "relax_capture",
+    "host_register",
+    "host_unregister",
+    "device_of",
+    "ipc_open",
+    "ipc_close",
+    "go_back",
+)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("nth", range(3))
+def test_a_call_that_fails_leaves_slabs_usable_and_nothing_behind(
+    world: World, name: str, nth: int
+) -> None:
+    runtime, calls = world.runtime, itertools.count()
+    call = getattr(runtime, name)
+
+    def failing(*arguments: Any) -> Any:
+        if next(calls) == nth:
+            raise CudaError(700, f"{name}: made to fail (700)")
+        return call(*arguments)
+
+    setattr(runtime, name, failing)
+    world.table.pin_with(world.pins)
+    for group in (1, 2):
+        world.host(group)
+    for group, offset in ((3, 0), (4, 4 * SLOT)):
+        world.gpu(group, offset)
+    assert world.table.wait_filled(60.0)
+    assert {world.reach(group) for group in (1, 2)} <= {PAGEABLE, PINNED}
+    # What could not be opened is tried again.
+    assert {world.reach(group) for group in (3, 4)} == {DEVICE}
+    ended = threading.Event()
+    world.table.retire([1])
+    world.table.end("over", ended.set)
+    assert ended.wait(60.0)
+    assert world.table.wait_idle(60.0)
+    assert world.acknowledged == [1]
+    assert str(world.directory) not in Path("/proc/self/maps").read_text()
+    assert len(runtime.opened) == 1
+    # A call that failed has done nothing; what went before and came after it has.
+    assert len(runtime.closed) == (name != "ipc_close" or nth > 0)
+    left = len(runtime.registered)
+    assert left <= (name in ("host_unregister", "set_device", "relax_capture"))
+    runtime.registered.clear()

@@ -322,18 +322,25 @@ class GpuMover:
         """Take slots, after hot copies that have to leave were brought to host; see `GpuRoom`."""
         slots, hot = self._room.take(shape, count, older_than, uses)
         try:
-            while hot:
-                await self._demote(shape, hot)
+            # A device that fails, or host memory that is closed, would be asked for the same for ever.
+            while hot and await self._demote(shape, hot):
                 more, hot = self._room.take(shape, count - len(slots), older_than, uses)
                 slots += more
         except BaseException:
             for slot in slots:
                 self._room.free(slot)
             raise
+        if self._gpu.state != "ok":
+            # Also for who reads from disk to there.
+            self._room.drop_all()
         return slots
 
-    async def _demote(self, shape: BlockShape, blocks: Sequence[Block]) -> None:
-        """Copy blocks, whose GPU copies are held, to free host memory; let go of them."""
+    async def _demote(self, shape: BlockShape, blocks: Sequence[Block]) -> bool:
+        """Copy blocks, whose GPU copies are held, to free host memory; let go of them.
+
+        Returns:
+            Whether any of them can leave now that could not before.
+        """
         slots = self._host_room.take(shape, len(blocks), _ONLY_FREE)
         transfers: list[Transfer] = []
         outcomes: list[Outcome] = []
@@ -364,3 +371,4 @@ class GpuMover:
             if damaged:
                 self._counters.counts["corrupt_blocks"] += damaged
                 log.error("%d blocks in the gpu pool were damaged; they are on disk", damaged)
+        return damaged > 0 or Outcome.OK in outcomes

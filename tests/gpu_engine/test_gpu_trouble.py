@@ -213,3 +213,35 @@ def test_devices_may_be_named_later_and_taken_back(make_world: MakeWorld) -> Non
         assert player.acquire(keys)[1].tiers == bytes([HOST] * 2)
 
     make_world(gpu_blocks=8).run(story)
+
+
+@pytest.mark.parametrize("broken", ["device", "host"])
+def test_hot_blocks_that_cannot_leave_are_not_asked_to_again_and_again(
+    make_world: MakeWorld, broken: str
+) -> None:
+    """The loop would do nothing else. They are on disk, too; who wants room hears that there is none."""
+    device = Obstinate()
+
+    async def story(world: World) -> None:
+        player = world.player()
+        player.sees_gpus()
+        first, second = chain("a", 4), chain("b", 4)
+        await player.put(first)
+        await world.settle()
+        assert await bring_up(world, first) == (4, MissReason.NONE)
+        await world.evict_host(first)
+        assert world.tiers(first) == "dddd"
+        await player.put(second)
+        await world.settle()
+        device.broken = broken == "device"
+        # As at a stop, before what brings blocks up is stopped, too.
+        world.engine.room.closed = broken == "host"
+        assert await bring_up(world, second) == (0, MissReason.NO_ROOM)
+        assert on_gpu(world, first + second) == ("-" * 8 if device.broken else "gggg----")
+        assert world.tiers(first) == "dddd"
+        world.engine.room.closed = False
+        assert await player.load(second, deadline=0) == 4
+        await world.settle()
+        check(world.engine, quiet=True)
+
+    make_world(gpu_blocks=4, host_blocks=64, gpu_devices=lambda: [device]).run(story)

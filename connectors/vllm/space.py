@@ -19,6 +19,8 @@ __all__ = ["EngineShape", "describe_engine", "memory_context", "root_seed", "spa
 # those derived from them of which that is not so.
 _WHOLE_CONTEXT: Final = ("FullAttentionSpec", "MLAAttentionSpec")
 _NOT_WHOLE: Final = ("SinkFullAttentionSpec", "RSWASpec", "HiddenStateCacheSpec")
+# Kinds that vLLM keeps whole contexts of, too, beside a full one, when its hybrid manager is off.
+_WHOLE_IF_ASKED: Final = {"SlidingWindowSpec", "ChunkedLocalAttentionSpec"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,11 @@ def _refusal(vllm_config: Any, kv_cache_config: Any) -> str:
             return f"{name} above 1 is not supported yet"
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
-        return f"models with {len(groups)} KV-cache groups are not supported yet"
+        kinds = {type(group.kv_cache_spec).__name__ for group in groups}
+        why = f"models with {len(groups)} KV-cache groups are not supported yet"
+        if "FullAttentionSpec" in kinds and kinds <= {"FullAttentionSpec", *_WHOLE_IF_ASKED}:
+            why += "; this one has 1 if vLLM is started with --disable-hybrid-kv-cache-manager"
+        return why
     spec = groups[0].kv_cache_spec
     inner = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
     for one in inner:

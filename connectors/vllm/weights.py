@@ -1,8 +1,10 @@
 """A name for the weights that an engine runs, so that other weights never share its blocks.
 
 Sampled, not read: the files' names and sizes, the head of each (where safetensors keep the shapes
-of their tensors), and pages spread over the rest. A fine-tune changes nearly every page, so a
-sample tells it from its base; a few megabytes are read whatever the model's size.
+of their tensors), a page of every tensor, and pages spread over the rest. Training changes nearly every
+page of the tensors that it changes, so a sample tells a fine-tune from its base, though it changed one
+small tensor; some megabytes are read whatever the model's size. Other rows in an embedding, for a
+few tokens, can go unnoticed: for those there is `weights_version`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from kvstore.connectors.vllm.guard import log_once
 
@@ -22,6 +24,8 @@ _SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _HEAD_BYTES: Final = 64 << 10
 _PAGE_BYTES: Final = 4096
 _PAGES: Final = 64
+# A longer list of tensors is not one.
+_MOST_HEADER_BYTES: Final = 100 << 20
 # Differ between processes that run the same weights.
 _IGNORED: Final = {"transformers_version", "_name_or_path", "_commit_hash", "architectures"}
 # Named in the configuration of models whose KV depends on the longest context that vLLM was
@@ -39,6 +43,24 @@ def _sample(digest: Any, path: Path) -> None:
         for page in range(_PAGES):
             file.seek(size * page // _PAGES)
             digest.update(file.read(_PAGE_BYTES))
+        for middle in _middles(file, path) if path.suffix == ".safetensors" else ():
+            file.seek(middle)
+            digest.update(file.read(_PAGE_BYTES))
+
+
+def _middles(file: BinaryIO, path: Path) -> list[int]:
+    """Return where the middle of each tensor is in a safetensors file; none if it is no such file."""
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if length > _MOST_HEADER_BYTES:
+        return []
+    try:
+        tensors = json.loads(file.read(length))
+        tensors.pop("__metadata__", None)
+        return sorted(8 + length + sum(t["data_offsets"]) // 2 for t in tensors.values())
+    except (ValueError, LookupError, TypeError, AttributeError):
+        log_once(logging.WARNING, "%s does not begin like a safetensors file", path)
+        return []
 
 
 def _sampled(directory: Path) -> str:

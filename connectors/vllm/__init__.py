@@ -8,9 +8,10 @@ Worth knowing:
 - Blocks are shared by engines that agree in everything that decides their bytes: model
   configuration, weights (sampled from the checkpoint, or named by `weights_version`), KV dtype,
   layout, vLLM's release, tensor and pipeline parallelism, hash algorithm and seed, tenant.
-- `reset_cache` (vLLM calls it on sleep and on pauses that clear caches) moves this engine to an
-  empty view of its own until it restarts; what others share stays as it is. To retire blocks
-  because weights were changed in place, bump the space's epoch.
+- `reset_cache` (vLLM calls it on sleep, on pauses that clear caches, and in
+  `reset_prefix_cache(reset_connector=True)`) moves this engine to an empty view of its own until it
+  restarts; what others share stays as it is. It is due whenever weights were changed in place. To
+  retire what all share, bump the space's epoch.
 - After an epoch was bumped, engines that had the space open before share nothing more until they
   are restarted or reset: what they hold may be of the old weights.
 - Set `"kv_load_failure_policy": "recompute"`; with vLLM's default, a request whose load fails, fails.

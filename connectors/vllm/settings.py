@@ -26,8 +26,9 @@ class Settings(BaseModel):
         disk_wait_seconds: how long a request may wait for blocks on disk.
         min_load_tokens: shorter hits are recomputed.
         hold_seconds: how long a request that cannot be allocated keeps its lease.
-        credit_bytes: most memory reserved ahead for blocks that are not computed yet.
-        idle_credit_bytes: of it, what is kept while no request runs.
+        credit_bytes: most memory reserved ahead for blocks that are not computed yet, of each
+            adapter in use.
+        idle_credit_bytes: of it, what is kept while no request runs, of all adapters together.
         store: whether to store what the engine computes.
         load: whether to load.
         early_loads: on a GPU, whether a load may be reported to an idle engine before its bytes are

@@ -161,7 +161,10 @@ def _on_this_machine(address: Address) -> Address:
     except ValueError:
         raise ValueError(f"'{address}': give an IP address or localhost") from None
     if not loopback:
-        raise ValueError(f"'{address}' is not a loopback address, and TLS is not configured")
+        raise ValueError(
+            f"'{address}' is not a loopback address: others would need no password; from another "
+            "machine, use a tunnel (ssh -L)"
+        )
     return address
 
 

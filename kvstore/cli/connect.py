@@ -37,7 +37,11 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 
 
 def listens(address: Address) -> bool:
-    """Tell whether a process has the address, be it one that does not answer."""
+    """Tell whether a process has the address, be it one that does not answer.
+
+    Raises:
+        PermissionError: nobody can tell: the socket, or its directory, is another user's.
+    """
     try:
         if not address.local:
             socket.create_connection((address.host, address.port), _CONNECT_SECONDS).close()
@@ -45,9 +49,19 @@ def listens(address: Address) -> bool:
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(_CONNECT_SECONDS)
             probe.connect(address.path)
+    except PermissionError:
+        raise
     except OSError:
         return False
     return True
+
+
+def another_users(address: Address) -> str:
+    """Return what keeps this user from a daemon, and what to do."""
+    return (
+        f"{address}: permission denied: a daemon's socket is for its own user; be that user "
+        "(sudo -u NAME), or give it a --listen HOST:PORT too"
+    )
 
 
 @contextlib.contextmanager
@@ -64,7 +78,11 @@ def connect(address: str | None) -> Iterator[Client]:
         try:
             yield client
         except ServerUnavailable as e:
-            if listens(client.link.address):
+            try:
+                there = listens(client.link.address)
+            except PermissionError:
+                raise ServerUnavailable(another_users(client.link.address)) from e
+            if there:
                 raise ServerUnavailable(
                     f"the daemon at {client.link.address} listens, but does not answer: it is "
                     "stopped, stuck, or has just been started again (see `kvstore doctor`)"

@@ -47,7 +47,14 @@ def _ask(address: Address) -> _Findings | None:
 
 def _silent(address: Address, *, named: bool) -> dict[str, Any]:
     """Say what it means that no daemon answered; an error where one was named."""
-    if listens(address):
+    try:
+        there = listens(address)
+    except PermissionError:
+        advice = (
+            "be the user that runs it (sudo -u NAME); below is this machine as this user sees it"
+        )
+        return _finding("daemon", "error", f"at {address}: permission denied", advice)
+    if there:
         advice = "it is stopped or stuck: see its log, and restart it; below is this machine"
         return _finding("daemon", "error", f"at {address}: listens, but does not answer", advice)
     advice = "start one with `kvstore serve`; below is what it would find here"

@@ -216,9 +216,8 @@ def serve(
         "log_format": log_format,
     }
     as_json = wanted_log_format(flags, config) == "json"
-    if as_json:
-        # gRPC's core prints past every logger, in a form of its own.
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # gRPC's core prints past every logger, in a form of its own.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         settings = load_config(flags, config)
         # Imported once the settings are known to be good: a typo answers at once.

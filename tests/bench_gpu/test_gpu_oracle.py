@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+import pytest
+
+torch = pytest.importorskip("torch")
 
 BLOCKS, VALUES = 6, 8
 

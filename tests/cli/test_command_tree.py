@@ -7,6 +7,7 @@ import importlib.util
 import io
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -140,6 +141,21 @@ def test_no_daemon_is_one_line(name: str, tmp_path: Path) -> None:
         f"kvstore: no daemon answers at {address}; "
         f"start one with `kvstore serve --listen {address}`\n"
     )
+
+
+@pytest.mark.parametrize("name", ["stats", "doctor"])
+def test_the_socket_of_another_user_is_not_called_nobodys(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    code, shown, errors = run(name, "--address", f"unix://{tmp_path}/theirs.sock")
+    assert code == 1
+    assert "permission" in " ".join((shown + errors).split())
+    assert "sudo -u" in shown + errors
+    assert "kvstore serve`" not in shown + errors
 
 
 @pytest.mark.parametrize("name", [name for name, command in ALL.items() if takes_address(command)])

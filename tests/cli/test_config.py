@@ -77,7 +77,10 @@ def test_a_user_keeps_state_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"default_ttl": "0"}, "default_ttl: .*greater than or equal to"),
         ({"lease_ttl": "50d"}, "lease_ttl: .*less than or equal to 86400"),
         ({"listen": []}, "listen: "),
-        ({"listen": ["0.0.0.0:7000"]}, r"listen: '0\.0\.0\.0:7000' is not a loopback address"),
+        (
+            {"listen": ["0.0.0.0:7000"]},
+            r"listen: '0\.0\.0\.0:7000' is not a loopback address.*tunnel",
+        ),
         ({"listen": ["box:7000"]}, "listen: 'box:7000': give an IP address"),
         ({"listen": ["nonsense"]}, "listen: 'nonsense' is neither"),
         ({"listen": ["127.0.0.1:1", "127.0.0.1:1"]}, "listen: names an address twice"),

@@ -469,3 +469,35 @@ def test_blocks_outside_the_cache_are_refused(make: Make) -> None:
     world = make(Route.RING)
     assert not world.load([1, 2, 3, BLOCKS], 0).wait().any()
     assert world.store([-1, 1, 2, 3], 0).wait() is False
+
+
+@ways
+def test_loads_that_need_the_cpu_hold_up_no_others(make: Make, route: Route) -> None:
+    """Neither who waits for the others, nor an engine that settles those reported early."""
+    world = make(route)
+    for slot in range(3):
+        world.fill(slot, slot)
+    free = threading.Event()
+
+    def hold_up() -> None:
+        assert free.wait(60)
+
+    world.copier._detour.lanes[True].submit(hold_up)
+    world.reach = PAGEABLE
+    slow = world.load([1, 2, 3, 4], 0)
+    world.reach = PINNED
+    try:
+        assert world.load([5, 6, 7, 8], 1).wait().all()
+        early = world.load([9, 10, 11, 12], 2, idle=True)
+        assert early.early
+        settled = threading.Thread(target=world.copier.settle)
+        settled.start()
+        settled.join(60)
+        assert not settled.is_alive()
+        assert not slow.said
+    finally:
+        free.set()
+    assert slow.wait().all()
+    for slot, at in enumerate((1, 5, 9)):
+        for i in range(GROUP_BLOCKS):
+            assert (world.cache[:, at + i] == pattern(slot, i)).all()

@@ -88,8 +88,8 @@ class Story:
 
     def lanes(self) -> list[Lane]:
         copier = self.world.copier
-        mine = [copier._loads, copier._near_loads, copier._stores, copier._late_loads]
-        return [*mine, *copier._detour.lanes.values()]
+        mine = [copier._loads, copier._near_loads, copier._slow_loads, copier._late_loads]
+        return [*mine, copier._stores, *copier._detour.lanes.values()]
 
     def settle_in(self) -> None:
         """Wait until every thread has begun."""

@@ -12,7 +12,7 @@ in the call, unless
 
 Whenever it is submitted, it comes after what the compute stream had to do when it was asked for.
 Threads wait for copies to end, in the order of submission: one for loads from host slots, one
-for loads within the GPU's memory, one for stores.
+for those that a thread has to submit, one for loads within the GPU's memory, one for stores.
 
 A load may be reported before its bytes are there (`landed` is given, the engine has nothing else to
 do, and little else is on its way): the compute stream then waits for it on the GPU, so the next
@@ -147,6 +147,7 @@ class CudaCopier:
             self._stores: Final = lane("kvstore-store")
             self._loads: Final = lane("kvstore-load")
             self._near_loads: Final = lane("kvstore-near")
+            self._slow_loads: Final = lane("kvstore-slow")
             taken.callback(self._detour.end)
             self._late_loads: Final = lane("kvstore-late")
             self._taken: Final = taken.pop_all()
@@ -191,7 +192,7 @@ class CudaCopier:
             if job.least == PAGEABLE:
                 log_once(logging.INFO, "a load takes longer: its memory is not pinned yet")
                 self._detour.submit(flight, lambda: job, to_cache=True)
-                landed = None
+                lane, landed = self._slow_loads, None
             elif job.least == DEVICE:
                 # Not behind those that are on the bus.
                 pipe, lane = self._near, self._near_loads
@@ -262,7 +263,9 @@ class CudaCopier:
                 return
             self._detour.submit(flight, lambda: job, to_cache=True)
             late, count = flight, len(blocks)
-            self._loads.submit(lambda: self._loaded(self._in, late, run, skip, count, done, None))
+            self._slow_loads.submit(
+                lambda: self._loaded(self._in, late, run, skip, count, done, None)
+            )
 
         self._late_loads.submit(lambda: load(flight))
 

@@ -381,8 +381,11 @@ def _exporter(name: str) -> Any:
             raise TracingUnavailable(f"OTLP: {protocol} is not http/protobuf or grpc")
         return OTLPSpanExporter()
     except ImportError as error:
+        what = "'kvstore-tiers[otel]'"
+        if "grpc" in (error.name or ""):
+            what += " opentelemetry-exporter-otlp-proto-grpc"
         raise TracingUnavailable(
-            f"{error.name or 'opentelemetry'} is not installed: pip install 'kvstore-tiers[otel]'"
+            f"{error.name or 'opentelemetry'} is not installed: pip install {what}"
         ) from error
 
 

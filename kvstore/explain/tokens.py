@@ -27,13 +27,13 @@ def measured_chars_per_token(prompts: Sequence[Prompt], tokenizer: Path) -> floa
         ConfigError: the package `tokenizers` is not installed.
         InvalidRequest: the file is no tokenizer.
     """
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ConfigError("tokenizer: needs the package tokenizers") from error
     path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     if not path.is_file():
         raise InvalidRequest("tokenizer", f"{path}: no such file")
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ConfigError("tokenizer: needs a package: pip install tokenizers") from error
     try:
         loaded = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import subprocess
@@ -27,6 +28,10 @@ from kvstore.cli.child import ChildError
 from kvstore.client import Client
 from kvstore.connectors.vllm.copier import CpuCopier
 from kvstore.units import KIB, MIB
+
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed"
+)
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -69,6 +74,7 @@ def _figures() -> list[Figure]:
     return found
 
 
+@needs_torch
 def test_every_leg_with_host_memory_in_place_of_a_gpu(
     short: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,12 +98,14 @@ def test_every_leg_with_host_memory_in_place_of_a_gpu(
     assert [path.name for path in short.iterdir()] == ["plot.png"]
 
 
+@needs_torch
 def test_a_copier_that_leaves_bytes_out_is_found_out(short: Path) -> None:
     """The comparison is what makes the figures worth anything."""
     with pytest.raises(ChildError, match="1 engine blocks are not what was stored"):
         run(_plan(Leg.HOST), _kit(_Forgetful), short, None, as_json=True)
 
 
+@needs_torch
 @pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("shard", [64 * KIB, 4 * MIB])
 def test_sources_and_targets_share_no_block(layout: Layout, shard: int) -> None:

@@ -161,7 +161,7 @@ def test_ctrl_c_while_a_child_starts_ends_the_child(
 def test_a_daemon_that_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ChildError, match="kvstore daemon ended with exit code 1"):
         ChildDaemon(tmp_path, ["--host-pool", "1"])
-    assert "host_pool: '1': should be" in capsys.readouterr().err
+    assert "host_pool: '1' is too little" in capsys.readouterr().err
 
 
 def test_daemon_start_and_stop(tmp_path: Path) -> None:

@@ -148,8 +148,9 @@ class _Line(Generic[Item]):
     def move_up(self, job: Job[Item]) -> None:
         """Let a job that has fewer bytes left overtake those that it may overtake now."""
         at = self.jobs.index(job)
-        del self.jobs[at]
-        self.enter(job, at)
+        if at and self.jobs[at - 1].left > job.left:
+            del self.jobs[at]
+            self.enter(job, at)
 
     def first(self, among: Callable[[Hashable], bool]) -> Job[Item] | None:
         """Return the job in front."""

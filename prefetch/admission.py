@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstore.index.limits import NO_QUOTA
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from kvstore.index import Block, SpaceIndex
     from kvstore.prefetch.move import Move
 
-__all__ = ["admitted", "at_whose_cost"]
+__all__ = ["GUESS_PRIORITY", "admitted", "at_whose_cost", "loses_nothing"]
+
+# Of what nobody has asked for: no block is lost for it.
+GUESS_PRIORITY: Final = -(1 << 29)
 
 
 def admitted(blocks: Sequence[Block], admit: Callable[[SpaceIndex, int], int]) -> Sequence[bool]:
@@ -39,3 +42,8 @@ def at_whose_cost(batch: Sequence[Move]) -> int | None:
     if any(job.waiter.holding for move in batch for job in move.jobs):
         return None
     return max(move.block.sequence for move in batch)
+
+
+def loses_nothing(batch: Sequence[Move]) -> bool:
+    """Return whether nobody but guesses wants a batch."""
+    return all(job.priority <= GUESS_PRIORITY for move in batch for job in move.jobs)

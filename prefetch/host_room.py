@@ -15,11 +15,25 @@ __all__ = ["HostRoom"]
 class HostRoom(Protocol):
     """Slots of the memory tier, as the promoter takes them."""
 
-    def take(self, shape: BlockShape, count: int, older_than: int | None) -> list[Slot]:
-        """Take up to `count` slots now; evict only blocks of lower sequence, if that is given."""
+    def take(
+        self, shape: BlockShape, count: int, older_than: int | None, *, lossless: bool
+    ) -> list[Slot]:
+        """Take up to `count` slots now.
 
-    def admit(self, space: SpaceIndex, count: int, older_than: int | None) -> int:
-        """Return how many more blocks a space's quota allows, making room among its own blocks."""
+        Args:
+            shape: of the blocks to come.
+            count: how many.
+            older_than: evict only blocks of a lower sequence number, if that is given.
+            lossless: evict no last copies.
+        """
+
+    def admit(
+        self, space: SpaceIndex, count: int, older_than: int | None, *, lossless: bool
+    ) -> int:
+        """Return how many more blocks a space's quota allows, making room among its own blocks.
+
+        `older_than` and `lossless` are those of `take`.
+        """
 
     def free(self, slot: Slot) -> None:
         """Give a slot back unused."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 from kvstore import tracing
 from kvstore.errors import TierError
 from kvstore.miss import MissReason
-from kvstore.prefetch.admission import admitted, at_whose_cost
+from kvstore.prefetch.admission import admitted, at_whose_cost, loses_nothing
 from kvstore.prefetch.ahead import bytes_ahead
 from kvstore.prefetch.batch import (
     BATCHES_AT_ONCE,
@@ -266,7 +266,7 @@ class Promoter:
             if not (batch := self._within_quotas(batch)):
                 continue
             shape, older_than = batch[0].block.space.shape, at_whose_cost(batch)
-            slots = self._host.take(shape, len(batch), older_than)
+            slots = self._host.take(shape, len(batch), older_than, lossless=loses_nothing(batch))
             if slots:
                 self._put_back(batch[len(slots) :])
                 await self._move(batch[: len(slots)], slots)
@@ -285,8 +285,9 @@ class Promoter:
 
     def _within_quotas(self, batch: list[Move]) -> list[Move]:
         """Return the moves that the quotas of their spaces allow now; the others come to nothing."""
-        older_than = at_whose_cost(batch)
-        fits = admitted([m.block for m in batch], lambda s, n: self._host.admit(s, n, older_than))
+        older_than, lossless = at_whose_cost(batch), loses_nothing(batch)
+        blocks, admit = [move.block for move in batch], self._host.admit
+        fits = admitted(blocks, lambda s, n: admit(s, n, older_than, lossless=lossless))
         for move, fit in zip(batch, fits, strict=True):
             if not fit:
                 self._fail_taken(move, MissReason.NO_ROOM)

@@ -108,13 +108,21 @@ class HostRoom:
         self._retirement.try_remove(slot.group)
         self.signal.notify()
 
-    def take(self, shape: BlockShape, count: int, older_than: int | None = None) -> list[Slot]:
+    def take(
+        self,
+        shape: BlockShape,
+        count: int,
+        older_than: int | None = None,
+        *,
+        lossless: bool = False,
+    ) -> list[Slot]:
         """Take up to `count` slots now, evicting where the rule allows.
 
         Args:
             shape: of the blocks to come.
             count: how many.
             older_than: evict only blocks of a lower sequence number.
+            lossless: evict no last copies.
         """
         if self.closed:
             return []
@@ -124,10 +132,11 @@ class HostRoom:
         if missing > 0:
             growing = self._growing(shape, missing)
             if growing < missing and not host.allocating:
-                self._reclaim_colder(shape, missing, older_than)
-                growing = self._growing(shape, missing)
+                if not lossless:
+                    self._reclaim_colder(shape, missing, older_than)
+                    growing = self._growing(shape, missing)
                 queue = self._index.host_queue(shape)
-                freed = self._evict(queue, missing - growing, older_than, inline=True)
+                freed = self._evict(queue, missing - growing, older_than, inline=not lossless)
                 if freed:
                     slots += host.allocate(shape, freed)
             if not slots and not growing and not host.allocating and older_than is None:
@@ -162,25 +171,41 @@ class HostRoom:
             coming = 0
         return Made(made, made + coming * shape.block_bytes, tuple(g.group for g in mine))
 
-    def admit(self, space: SpaceIndex, count: int, older_than: int | None = None) -> int:
+    def admit(
+        self,
+        space: SpaceIndex,
+        count: int,
+        older_than: int | None = None,
+        *,
+        lossless: bool = False,
+    ) -> int:
         """Return how many more blocks a space's quota allows, making room among its own blocks.
 
         Args:
             space: of the blocks to come.
             count: how many.
             older_than: evict only blocks of a lower sequence number.
+            lossless: evict no last copies.
         """
         missing = min(count - space.host_room, _OWN_AT_ONCE)
         if missing > 0:
-            self.evict_own(space, missing, older_than)
+            self.evict_own(space, missing, older_than, lossless=lossless)
         return max(0, min(count, space.host_room))
 
-    def evict_own(self, space: SpaceIndex, count: int, older_than: int | None = None) -> int:
+    def evict_own(
+        self,
+        space: SpaceIndex,
+        count: int,
+        older_than: int | None = None,
+        *,
+        lossless: bool = False,
+    ) -> int:
         """Drop up to `count` blocks of a space, coldest first, for its quota."""
         if self.closed or space.own is None:
             return 0
         queue = space.own[TierName.HOST]
-        gone = self._evict(queue, count, older_than, inline=True, pressure=Pressure.QUOTA)
+        inline, why = not lossless, Pressure.QUOTA
+        gone = self._evict(queue, count, older_than, inline=inline, pressure=why)
         self._counters.counts["quota_evicted_blocks_host"] += gone
         return gone
 
@@ -309,9 +334,7 @@ class HostRoom:
         shape = space.shape
         missing = min(count - space.host_room, _OWN_AT_ONCE)
         if missing > 0 and space.own is not None:
-            own, why = space.own[TierName.HOST], Pressure.QUOTA
-            gone = self._evict(own, missing, older_than, inline=False, pressure=why)
-            self._counters.counts["quota_evicted_blocks_host"] += gone
+            self.evict_own(space, missing, older_than, lossless=True)
         count = max(0, min(count, space.host_room))
         total = sum(g.slots for g in self._host.groups() if g.shape == shape)
         room = max(0, self._host.free_blocks(shape) - max(2, total // 25))

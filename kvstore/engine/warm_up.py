@@ -15,6 +15,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from kvstore.engine.waiting import RunWaiter
+from kvstore.prefetch.admission import GUESS_PRIORITY
 from kvstore.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ __all__ = ["PRIORITY", "WarmUp"]
 log = logging.getLogger(__name__)
 
 # Below every request and hint.
-PRIORITY: Final = -(1 << 29)
+PRIORITY: Final = GUESS_PRIORITY
 _STEP_BYTES: Final = 64 * MIB
 # Blocks looked at between two turns of the loop.
 _CHUNK: Final = 2000

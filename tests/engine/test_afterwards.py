@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from engine_invariants import check
@@ -517,3 +518,42 @@ def test_runs_that_have_come_otherwise_are_passed_over_one_at_a_time(make_world:
         assert len(seen) > 6
 
     make_world().run(story)
+
+
+def test_room_that_others_take_first_is_not_made_at_the_cost_of_what_is_nowhere_else(
+    make_world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(world: World) -> None:
+        engine = world.engine
+        await world.warm(12)
+        keys = await stored(world, "a", 3)
+        assert engine.flusher is not None
+        only = chain("only", 6)
+        monkeypatch.setattr(engine.flusher, "committed", lambda block: None)
+        assert await world.player("other").put(only) == 6
+        assert world.tiers(only) == "h" * 6
+        declined(world.player(), keys)
+        assert engine.promoter is not None
+        request, hog = engine.promoter.request, world.player("hog")
+
+        def others_come_first(*args: Any) -> None:
+            request(*args)
+            monkeypatch.undo()
+            slots = engine.room.take(world.space.shape, world.host.free_blocks(world.space.shape))
+            engine.grants.own(
+                engine.grants.add(
+                    1, hog.attachment.id, world.space, world.space.epoch, [hog.attachment], slots
+                ),
+                hog.attachment,
+            )
+
+        monkeypatch.setattr(engine.promoter, "request", others_come_first)
+        now_due(world)
+        await until(lambda: engine.promoter is not None and engine.promoter._stalled)
+        assert world.tiers(only) == "h" * 6
+        assert world.tiers(keys) == "ddd"
+        hog.detach()
+        await until(lambda: world.tiers(keys) == "bbb")
+        assert world.tiers(only) == "h" * 6
+
+    make_world(host_blocks=12).run(story)

@@ -52,13 +52,17 @@ class _Host:
         self._buffer = memoryview(bytearray(block_bytes))
         self._slots = itertools.count()
 
-    def take(self, shape: BlockShape, count: int, older_than: int | None) -> list[Slot]:
+    def take(
+        self, shape: BlockShape, count: int, older_than: int | None, *, lossless: bool
+    ) -> list[Slot]:
         return [Slot(0, next(self._slots)) for _ in range(count)]
 
     def free(self, slot: Slot) -> None:
         pass
 
-    def admit(self, space: SpaceIndex, count: int, older_than: int | None) -> int:
+    def admit(
+        self, space: SpaceIndex, count: int, older_than: int | None, *, lossless: bool
+    ) -> int:
         return count
 
     def views(self, slot: Slot) -> tuple[memoryview, ...]:

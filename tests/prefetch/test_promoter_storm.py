@@ -36,7 +36,9 @@ class _Pool:
         self._numbers = itertools.count()
         self._buffer = memoryview(bytearray(4 * BLOCK))
 
-    def take(self, shape: BlockShape, count: int, older_than: int | None) -> list[Slot]:
+    def take(
+        self, shape: BlockShape, count: int, older_than: int | None, *, lossless: bool
+    ) -> list[Slot]:
         room = self.capacity - len(self.taken)
         count = min(count, room, self.chance.randrange(0, 5))
         slots = [Slot(0, next(self._numbers)) for _ in range(count)]
@@ -46,7 +48,9 @@ class _Pool:
     def free(self, slot: Slot) -> None:
         self.taken.remove(slot)
 
-    def admit(self, space: SpaceIndex, count: int, older_than: int | None) -> int:
+    def admit(
+        self, space: SpaceIndex, count: int, older_than: int | None, *, lossless: bool
+    ) -> int:
         return self.chance.randrange(0, count + 1)
 
     def views(self, slot: Slot) -> tuple[memoryview, ...]:

@@ -36,12 +36,14 @@ class _Full:
     def __getattr__(self, name: str) -> object:
         return getattr(self._host, name)
 
-    def take(self, shape: BlockShape, count: int, older_than: int | None) -> list[Slot]:
+    def take(
+        self, shape: BlockShape, count: int, older_than: int | None, *, lossless: bool
+    ) -> list[Slot]:
         if self.for_holders and older_than is None:
-            return list(self._host.take(shape, count, older_than))
+            return list(self._host.take(shape, count, older_than, lossless=lossless))
         taken = min(count, self.left)
         self.left -= taken
-        return list(self._host.take(shape, taken, older_than))
+        return list(self._host.take(shape, taken, older_than, lossless=lossless))
 
     async def room(self, timeout: float) -> bool:
         await asyncio.sleep(timeout)

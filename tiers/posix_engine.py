@@ -39,11 +39,17 @@ _SYNC_THREADS: Final = 4
 class _Handle:
     """An open file."""
 
-    __slots__ = ("descriptor", "direct")
+    __slots__ = ("descriptor", "direct", "writable")
 
-    def __init__(self, descriptor: int, direct: bool) -> None:
+    def __init__(self, descriptor: int, direct: bool, writable: bool) -> None:
         self.descriptor = descriptor
         self.direct = direct
+        self.writable = writable
+
+    def check_writable(self) -> None:
+        """Raise OSError if it was opened on a file system that was read-only then."""
+        if not self.writable:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     def close(self) -> None:
         os.close(self.descriptor)
@@ -86,13 +92,14 @@ class PosixEngine(ThreadedEngine[_Handle]):
         return "posix-buffered" if self._buffered else "posix"
 
     def _open_file(self, file: IoFile) -> _Handle:
-        direct = True
+        direct = writable = True
         try:
             descriptor = os.open(file.path, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW)
         except OSError as error:
             if error.errno == errno.EROFS:
                 # A file system that turned read-only still serves what it holds.
                 descriptor = os.open(file.path, os.O_RDONLY | os.O_DIRECT | os.O_NOFOLLOW)
+                writable = False
             elif error.errno == errno.EINVAL:
                 descriptor = os.open(file.path, os.O_RDWR | os.O_NOFOLLOW)
                 direct = False
@@ -106,7 +113,7 @@ class PosixEngine(ThreadedEngine[_Handle]):
         except OSError:
             os.close(descriptor)
             raise
-        return _Handle(descriptor, direct)
+        return _Handle(descriptor, direct, writable)
 
     async def open(self) -> None:
         """Start the threads."""
@@ -150,6 +157,8 @@ class PosixEngine(ThreadedEngine[_Handle]):
         vector = self._pwritev if writing else self._preadv
         try:
             with self._handles.use(first.file) as handle:
+                if writing:
+                    handle.check_writable()
                 if len(run) > 1:
                     merged = [buffer for position in run for buffer in _in_host(requests[position])]
                     if _move(vector, handle, merged, first.offset, writing) == 0:
@@ -164,6 +173,9 @@ class PosixEngine(ThreadedEngine[_Handle]):
                     if errors[position] == errno.EINVAL and handle.direct:
                         errors[position] = _move_bounced(vector, handle, request, writing)
         except OSError as error:
+            if error.errno == errno.EROFS:
+                # The next write opens it anew: the file system may be writable again by then.
+                self._handles.forget(first.file)
             for position in run:
                 errors[position] = error.errno or errno.EIO
         return [position for position in run if errors[position] == 0]

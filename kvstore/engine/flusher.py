@@ -399,25 +399,25 @@ class Flusher:
         self._tell()
 
     def _make_room(self, shape: BlockShape, missing: int, *, needed: bool) -> None:
-        """Choose blocks to leave the disk; refuse the queue's head when nothing else can leave.
-
-        Makes room for a little more than what is missing, so that the next group's slots are free
-        in time.
-        """
+        """Choose blocks to leave the disk, some ahead; refuse the queue's head when none can."""
         disk = self._disk
         ahead = min(group_limit(shape), disk.capacity_bytes // shape.block_bytes // _AHEAD_PART)
         more = missing + max(0, ahead - disk.free_blocks(shape))
         coming = more > 0 and self._disk_room.evict(shape, more)
-        if not needed or coming or self._writing or self._disk_room.reclaim_segment(shape):
+        # What leaves the disk frees its slots once that is durable: never, while the index fails.
+        fails = bool(self.records.problem)
+        if not needed or self._writing:
+            return
+        if not fails and (coming or self._disk_room.reclaim_segment(shape)):
             return
         # Only ancestors of queued blocks are left, or copies that promotions hold. Those may be
         # over soon, but one that waits for memory, which waits for this queue, never is.
         now = asyncio.get_running_loop().time()
         self._stuck_since = now if self._stuck_since is None else self._stuck_since
-        if self._index.disk_held and now - self._stuck_since < _RETRY_SECONDS:
+        if not fails and self._index.disk_held and now - self._stuck_since < _RETRY_SECONDS:
             return
         hint = self._index.disk_room_hint
-        self._queue.refuse_leading(shape, _ENQUEUED_AT_ONCE, "no_room")
+        self._queue.refuse_leading(shape, _ENQUEUED_AT_ONCE, "" if fails else "no_room")
         # What these blocks kept on disk are their own ancestors: no room for them.
         self._index.disk_room_hint = hint
         self._stuck_since = None

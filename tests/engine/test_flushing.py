@@ -273,6 +273,30 @@ def test_a_failed_commit_keeps_slots_out_of_use_until_it_is_known_what_is_durabl
     make_world(store_class=Watched, wrap=Honest).run(story)
 
 
+def test_a_full_disk_whose_index_fails_does_not_keep_memory(make_world: Make) -> None:
+    async def story(world: World) -> None:
+        world.disk.store = store = world.store
+        assert isinstance(store, Watched)
+        player = world.player()
+        await player.put(chain("old", 16))
+        await world.settle()
+        store.failing = True
+        # Slots on disk are free once what left is durable; nothing is. Memory goes on.
+        for name in ("first", "second", "third"):
+            assert await player.put(chain(name, 8), deadline=60.0) == 8
+        _, skipped = await world.engine.flush(60)
+        assert skipped
+        assert "index" in world.engine.why_skipped
+        check(world.engine)
+        store.failing = False
+        await until(lambda: world.tiers(chain("third", 8)) == "bbbbbbbb", 60)
+        await world.settle()
+        assert store.durable == _held(world)
+        check(world.engine, quiet=True)
+
+    make_world(store_class=Watched, wrap=Honest, host_blocks=12, disk_blocks=16).run(story)
+
+
 def test_flush_covers_what_was_committed_before_it_and_nothing_that_comes_after(
     make_world: Make,
 ) -> None:

@@ -211,6 +211,39 @@ def test_a_disk_that_refuses_writes_still_serves_and_recovers(tmp_path: Path, nu
     play(tmp_path, story, device)
 
 
+def test_a_file_system_that_was_read_only_for_a_while_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, really, read_only = PosixEngine(2), os.open, True
+
+    def opened(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if read_only and flags & os.O_RDWR and str(path).endswith(".kvs"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return really(path, flags, *rest, **more)
+
+    async def run() -> None:
+        nonlocal read_only
+        tier = DiskTier(tmp_path, 32 * SHAPE.block_bytes, engine=engine)
+        await tier.open()
+        await tier.finish_recovery()
+        read_only = False
+        written = await stored(tier, 3)
+        await tier.sync()
+        more = transfers_for(tier.allocate(SHAPE, 1), SHAPE, LENGTHS, 6)
+        engine._handles.close()
+        read_only = True
+        monkeypatch.setattr(os, "open", opened)
+        assert await tier.read(blank(written)) == [OK] * 3
+        assert await tier.write(more) == [BAD]
+        assert tier.state.endswith("Read-only file system")
+        read_only = False
+        assert await tier.write(more) == [OK]
+        assert await tier.read(blank(more)) == [OK]
+        await tier.close()
+
+    asyncio.run(run())
+
+
 def test_a_truncated_segment_fails_what_was_cut_and_is_let_go(tmp_path: Path) -> None:
     async def story(tier: DiskTier) -> None:
         written = await stored(tier, 4)

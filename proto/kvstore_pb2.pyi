@@ -809,12 +809,14 @@ class DrainRequest(_message.Message):
     def __init__(self, deadline_ms: _Optional[int] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
-    __slots__ = ("done", "grants")
+    __slots__ = ("done", "grants", "skipped")
     DONE_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
     done: bool
     grants: int
-    def __init__(self, done: bool = ..., grants: _Optional[int] = ...) -> None: ...
+    skipped: int
+    def __init__(self, done: bool = ..., grants: _Optional[int] = ..., skipped: _Optional[int] = ...) -> None: ...
 
 class SetCapacityRequest(_message.Message):
     __slots__ = ("tier", "bytes", "deadline_ms")

@@ -1033,7 +1033,7 @@ class AdminServicer(object):
 
     def Flush(self, request, context):
         """Makes everything that was committed before the call durable on disk. Blocks for which there
-        is no room are counted and their keys listed.
+        is no room, or no disk tier, are counted and their keys listed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1050,7 +1050,7 @@ class AdminServicer(object):
 
     def Drain(self, request, context):
         """Stops granting slots, waits for outstanding grants (until the deadline), then flushes.
-        Reading goes on.
+        Reading goes on. It holds until the daemon is restarted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

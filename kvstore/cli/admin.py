@@ -40,16 +40,23 @@ def flush(
 def drain(
     address: AddressOption = None, as_json: JsonOption = False, timeout: TimeoutOption = "60s"
 ) -> int:
-    """Stop storing, let writers finish, and flush; reading goes on."""
+    """Stop storing until the daemon restarts, let writers finish, and flush; reading goes on."""
     with connect(address) as client:
         result = plain(client.drain(parse_seconds(timeout)))
     if as_json:
         print_json(result)
-    elif result["done"]:
+    elif result["done"] and not result["skipped"]:
         print("drained: nothing is being stored, everything is on disk")
-    else:
+    elif result["done"]:
+        print(
+            f"nothing is being stored, and {result['skipped']} blocks are not on disk: "
+            "`kvstore flush` says why"
+        )
+    elif result["grants"]:
         print(f"not drained yet: {result['grants']} grants are outstanding")
-    return 0 if result["done"] else 1
+    else:
+        print("not drained yet: the time ran out before everything was on disk")
+    return 0 if result["done"] and not result["skipped"] else 1
 
 
 def resize(

@@ -280,16 +280,23 @@ class Engine(Assembly):
     @property
     def why_skipped(self) -> str:
         """Why a flush skips blocks now."""
-        if self.disk is not None and self.disk.state != "ok":
+        if self.disk is None:
+            return "this daemon has no disk tier"
+        if self.disk.state != "ok":
             return self.disk.state
         if self.flusher is not None and self.flusher.index_problem:
             return f"the index cannot be committed: {self.flusher.index_problem}"
         over = self.flusher is not None and self.flusher.over_budget
         return "the disk budget of 24 hours is spent" if over else "no room on disk"
 
-    async def drain(self, timeout: float) -> tuple[bool, int]:
-        """Grant nothing more, wait for grants, flush; return whether all is done, grants left."""
+    async def drain(self, timeout: float) -> tuple[bool, int, list[Block]]:
+        """Grant nothing more, wait for grants, flush.
+
+        Returns:
+            whether all is done, grants left, and blocks that are not on disk.
+        """
         self.reservations.closed = True
+        log.info("drain: nothing more is stored until the next start")
         if self.afterwards is not None:
             await self.afterwards.stop()
         loop = asyncio.get_running_loop()
@@ -298,9 +305,15 @@ class Engine(Assembly):
             await self.room.room(min(0.2, max(0.0, deadline - loop.time())))
         done = not len(self.grants)
         with contextlib.suppress(TimeoutError):
-            await self.flush(max(0.0, deadline - loop.time()))
-            return done, len(self.grants)
-        return False, len(self.grants)
+            _, skipped = await self.flush(max(0.0, deadline - loop.time()))
+            return done, len(self.grants), self.without_disk() or skipped
+        return False, len(self.grants), []
+
+    def without_disk(self) -> list[Block]:
+        """Return every block of a daemon without a disk tier, none of another."""
+        if self.disk is not None:
+            return []
+        return [block for space in self.index.spaces.values() for block in space.blocks.values()]
 
     def report_usage(self, space_id: bytes, counts: UsageCounts) -> None:
         """Add what a client says it reused."""

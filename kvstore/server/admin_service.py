@@ -88,6 +88,7 @@ class AdminService(rpc.AdminServicer):
             )
         except TimeoutError:
             return pb.FlushResponse(done=False)
+        skipped = self.engine.without_disk() or skipped
         return pb.FlushResponse(
             done=True,
             blocks=blocks,
@@ -101,8 +102,10 @@ class AdminService(rpc.AdminServicer):
     @answering
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """Stop granting, settle, flush."""
-        done, grants = await self.engine.drain((request.deadline_ms or _DEFAULT_WAIT_MS) / 1e3)
-        return pb.DrainResponse(done=done, grants=grants)
+        done, grants, skipped = await self.engine.drain(
+            (request.deadline_ms or _DEFAULT_WAIT_MS) / 1e3
+        )
+        return pb.DrainResponse(done=done, grants=grants, skipped=len(skipped))
 
     @answering
     async def SetCapacity(

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -314,3 +314,18 @@ def test_help_names_every_command() -> None:
         *("prefetch", "flush", "drain", "demo", "bench"),
     ):
         assert f"\n  {command} " in done.stdout
+
+
+def test_what_is_on_no_disk_is_not_called_safe(start_daemon: Callable[..., Any]) -> None:
+    without = start_daemon()
+    with kvstore.Client(without.address) as client:
+        space = client.open_space(
+            kvstore.SpaceSpec(model="m", dtype="bf16", block_tokens=16, shard_bytes=(65536,))
+        )
+        assert space.put(kvstore.chain_keys(range(32), 16), np.zeros((2, 65536), np.uint8)) == 2
+
+    for name, said in (("flush", "0 blocks written, 2 skipped"), ("drain", "2 blocks are not on")):
+        done = run(name, "--address", without.address)
+        assert done.returncode == 1
+        assert said in done.stdout
+    assert "this daemon has no disk tier" in run("flush", "--address", without.address).stdout

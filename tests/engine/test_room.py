@@ -288,7 +288,7 @@ def test_draining_grants_nothing_more_and_waits_for_what_is_granted(make_world: 
         assert (await player.reserve(1))[2] is Shortage.DRAINING
         player.write(slots, keys)
         player.commit(grant, slots, keys)
-        assert await drain == (True, 0)
+        assert await drain == (True, 0, [])
         assert world.tiers(keys) == "bbbb"
         assert await player.load(keys) == 4
 
@@ -299,7 +299,7 @@ def test_a_drain_that_takes_too_long_says_what_is_left(make_world: Make) -> None
     async def story(world: World) -> None:
         player = world.player()
         await player.reserve(2)
-        assert await world.engine.drain(0.1) == (False, 1)
+        assert await world.engine.drain(0.1) == (False, 1, [])
         player.detach()
 
     make_world().run(story)

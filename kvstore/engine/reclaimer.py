@@ -95,13 +95,16 @@ class Reclaimer:
         """Return whether a group may be given up for a shape in a moment."""
         return bool(shape in self._waiting or self._retirement.coming())
 
-    def reclaim(self, shape: BlockShape, count: int, colder_than: int | None) -> None:
+    def reclaim(
+        self, shape: BlockShape, count: int, colder_than: int | None, *, lossless: bool = False
+    ) -> None:
         """Give up groups of other shapes until there is, or will be, room for `count` blocks.
 
         Args:
             shape: of the blocks to come.
             count: how many.
             colder_than: only groups all of whose blocks have a lower sequence number; None: any.
+            lossless: only groups that can be given up without the loss of a last copy.
         """
         self._waiting.discard(shape)
         groups = self._host.groups()
@@ -113,7 +116,7 @@ class Reclaimer:
             room = self._host.untaken_bytes + sum(coming)
             if room >= count * shape.block_bytes or len(coming) >= most:
                 return
-            if self._give_up_coldest(shape, colder_than):
+            if self._give_up_coldest(shape, colder_than, lossless=lossless):
                 continue
             if not self._look(shape, urgent=colder_than is None):
                 return
@@ -149,7 +152,9 @@ class Reclaimer:
                 has += bytes_
                 left -= 1
 
-    def _give_up_coldest(self, shape: BlockShape, colder_than: int | None) -> bool:
+    def _give_up_coldest(
+        self, shape: BlockShape, colder_than: int | None, *, lossless: bool
+    ) -> bool:
         in_service = {g.group: g.shape for g in self._host.groups()}
         slow = self._retirement.slow()
         kept: list[tuple[int, int]] = []
@@ -169,14 +174,18 @@ class Reclaimer:
             now = max((block.sequence for block in blocks), default=-1)
             if now > hottest:
                 heapq.heappush(self._found, (now, number))
-            elif self._host.slots_in_use(number) == len(blocks) and self._empty(blocks):
+            elif lossless and not self.flush_on_evict and any(b.disk is None for b in blocks):
+                kept.append((hottest, number))
+            elif self._host.slots_in_use(number) == len(blocks) and self._empty(
+                blocks, lossless=lossless
+            ):
                 self._retirement.begin(number)
                 found = True
         for entry in kept:
             heapq.heappush(self._found, entry)
         return found
 
-    def _empty(self, blocks: Sequence[Block]) -> bool:
+    def _empty(self, blocks: Sequence[Block], *, lossless: bool) -> bool:
         """Drop the host copies of a slab group's blocks; False, and none dropped, if one is held.
 
         Blocks below them that lie in other groups go first, so that no child outlives its parent.
@@ -191,6 +200,8 @@ class Reclaimer:
                 self.flusher.enqueue(block)
             if dirty:
                 return False
+        if lossless and any(block.disk is None for block in doomed):
+            return False
         for block in doomed:
             if block.disk is None:
                 self.on_lost(block)

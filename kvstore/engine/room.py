@@ -132,9 +132,8 @@ class HostRoom:
         if missing > 0:
             growing = self._growing(shape, missing)
             if growing < missing and not host.allocating:
-                if not lossless:
-                    self._reclaim_colder(shape, missing, older_than)
-                    growing = self._growing(shape, missing)
+                self._reclaim_colder(shape, missing, older_than, lossless=lossless)
+                growing = self._growing(shape, missing)
                 queue = self._index.host_queue(shape)
                 freed = self._evict(queue, missing - growing, older_than, inline=not lossless)
                 if freed:
@@ -214,13 +213,15 @@ class HostRoom:
         coming = self._reclaimer.coming_blocks(shape)
         return min(missing, self._host.room_blocks(shape) + coming)
 
-    def _reclaim_colder(self, shape: BlockShape, count: int, older_than: int | None) -> None:
+    def _reclaim_colder(
+        self, shape: BlockShape, count: int, older_than: int | None, *, lossless: bool
+    ) -> None:
         """Give up groups of other shapes that are colder than what this one would evict."""
         coldest = self._index.host_queue(shape).peek()
         if coldest is not None and (older_than is None or coldest.sequence < older_than):
             older_than = coldest.sequence
         if older_than is not None:
-            self._reclaimer.reclaim(shape, count, older_than)
+            self._reclaimer.reclaim(shape, count, older_than, lossless=lossless)
 
     def may_come(self, shape: BlockShape, *, promoting: bool = False) -> bool:
         """Return whether waiting could help: something is on its way out or held for a while.
@@ -313,7 +314,7 @@ class HostRoom:
         free = host.free_blocks(shape) + host.room_blocks(shape)
         low, high = max(1, total // 50), max(2, total // 25)
         if total and free < low:
-            self._reclaim_colder(shape, high - host.free_blocks(shape), None)
+            self._reclaim_colder(shape, high - host.free_blocks(shape), None, lossless=True)
             free = host.free_blocks(shape) + self._growing(shape, high)
             self._evict(self._index.host_queue(shape), high - free, inline=False)
 

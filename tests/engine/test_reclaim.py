@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -195,3 +196,32 @@ def test_a_silent_client_is_told_of_new_groups_when_it_is_back(make_world: Make)
         assert new <= quiet.attachment.groups
 
     make_world(host_blocks=64, disk_blocks=0).run(story)
+
+
+def test_last_copies_of_another_size_leave_only_for_a_block_that_needs_their_room(
+    make_world: Make,
+) -> None:
+    """Not so that there is room for whoever comes next."""
+
+    async def story(world: World) -> None:
+        player = world.player()
+        old, wide = chain("old", 8), await world.engine.open_space(spec_of("wide", WIDE))
+        assert await player.put(old) == 8
+        await world.settle()
+        async with unmapping(world, player):
+            for name in range(12):
+                full = not (world.host.free_blocks(wide.shape) or world.host.untaken_bytes)
+                if full and groups_of(world, world.space) < 3:
+                    break
+                assert there(world, world.space, old) == 8
+                assert await player.put(chain(f"new{name}", 1), space=wide) == 1
+                await world.settle()
+                # What is made ahead of need is made in turns of the loop after that.
+                for _ in range(100):
+                    await asyncio.sleep(0)
+            assert full
+            assert there(world, world.space, old) == 8
+            assert await player.put(chain("needs", 1), deadline=20.0, space=wide) == 1
+            assert there(world, world.space, old) < 8
+
+    make_world(host_blocks=24, flush_on_commit=False, flush_on_reuse=True).run(story)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kvstore import tracing
 from kvstore.errors import TierError
@@ -35,6 +35,7 @@ from kvstore.prefetch.batch import (
 )
 from kvstore.prefetch.estimate import PathEstimate
 from kvstore.prefetch.move import Kind, Move, MoveState, Waiter, WaiterJob
+from kvstore.prefetch.passed_over import PassedOver
 from kvstore.prefetch.queue import Job, JobQueue
 from kvstore.prefetch.wanted import Wanted
 from kvstore.tiers.base import Outcome, Transfer
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["Promoter"]
 
 log = logging.getLogger(__name__)
-
-_ROOM_POLL_SECONDS: Final = 0.05
 
 
 class Promoter:
@@ -89,12 +88,11 @@ class Promoter:
         self._jobs: dict[tuple[Waiter, BlockShape, int], WaiterJob] = {}
         self._queue: JobQueue[Move] = JobQueue()
         self._bytes = 0
-        # For these there was no room a moment ago.
-        self._stalled: set[Kind] = set()
         # For the batch that seeks room: what was taken out of whose items, and who has none left.
         self._taken: list[tuple[WaiterJob, Move]] = []
         self._emptied: list[WaiterJob] = []
         self._work = asyncio.Event()
+        self._passed_over = PassedOver(host, self._work.set)
         self._tasks: list[asyncio.Task[None]] = []
         self.path = PathEstimate()
         self.moving = 0
@@ -111,6 +109,7 @@ class Promoter:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._passed_over.stop()
 
     def __len__(self) -> int:
         """Return the number of blocks queued or on their way."""
@@ -274,11 +273,7 @@ class Promoter:
             elif self._host.may_come(shape, promoting=True):
                 self._put_back(batch)
                 # Those who may push out more than these may still find some.
-                stalled = {Kind(shape, False), Kind(shape, older_than is None)}
-                self._stalled |= stalled
-                await self._host.room(_ROOM_POLL_SECONDS)
-                self._stalled -= stalled
-                self._work.set()
+                self._passed_over.add({Kind(shape, False), Kind(shape, older_than is None)})
             else:
                 for move in batch:
                     self._fail_taken(move, MissReason.NO_ROOM)
@@ -369,12 +364,13 @@ class Promoter:
         """Return the job that goes next, of those whose blocks may join a batch."""
         if not batch:
             return self._queue.pick(
-                lambda kind: kind not in self._stalled,
+                lambda kind: kind not in self._passed_over,
                 least=least_priority(self.path),
                 passing=self._passing,
             )
         shape = batch[0].block.space.shape
-        joining = {Kind(shape, True), Kind(shape, False)} - self._stalled
+        kinds = (Kind(shape, True), Kind(shape, False))
+        joining = [kind for kind in kinds if kind not in self._passed_over]
         return self._queue.pick(joining.__contains__, filling=True)
 
     def _passing(self, kind: Hashable) -> int:

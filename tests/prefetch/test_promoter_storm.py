@@ -98,7 +98,7 @@ class _Storm:
         self.world = PromoterWorld(3e6, BLOCK)
         self.pool = _Pool(self.chance)
         self.promoter: Promoter = self.world.promoter
-        self.promoter._host = cast("HostRoom", self.pool)
+        self.promoter._host = self.promoter._passed_over._host = cast("HostRoom", self.pool)
         self.world.index._free_host = self.pool.free
         spec = SpaceSpec(
             model="wide", dtype="bfloat16", block_tokens=16, shard_bytes=(BLOCK, BLOCK)

@@ -9,10 +9,10 @@ import pytest
 from promoter_world import PromoterWorld, RunOf
 from virtual_time import run_in_virtual_time
 
-from kvstore.index import Block
+from kvstore.index import Block, SpaceIndex
 from kvstore.prefetch.host_room import HostRoom
 from kvstore.prefetch.promoter import Promoter
-from kvstore.space import BlockShape
+from kvstore.space import BlockShape, SpaceSpec
 from kvstore.tiers.base import Slot
 from kvstore.units import KIB, MIB
 
@@ -29,7 +29,7 @@ class _Full:
 
     def __init__(self, promoter: Promoter) -> None:
         self._host = promoter._host
-        promoter._host = cast("HostRoom", self)
+        promoter._host = promoter._passed_over._host = cast("HostRoom", self)
         self.left = 0
         self.for_holders = False
 
@@ -117,6 +117,32 @@ def test_who_may_push_others_out_does_not_wait_for_who_may_not(hinted: int, prio
         await world.measured()
         _Full(world.promoter).for_holders = True
         world.ask(world.chain(hinted), priority)
+        await asyncio.sleep(0.123)
+        chain = world.chain(20)
+        lease = _Holder(chain)
+        world.promoter.request(chain, lease, slack=0)
+        took = await asyncio.wait_for(lease.done, 60)
+        await world.promoter.stop()
+        return took
+
+    assert run_in_virtual_time(story()) == pytest.approx(20 * 2 * MIB / 1e9, rel=0.01)
+
+
+def test_hints_of_several_shapes_without_room_keep_nobody_waiting() -> None:
+    async def story() -> float:
+        world = PromoterWorld(1e9, 2 * MIB)
+        world.promoter.start()
+        await world.measured()
+        _Full(world.promoter).for_holders = True
+        shapes = [world.space]
+        for shards in (2, 3, 4):
+            size = (MIB,) * shards
+            spec = SpaceSpec(model="m", dtype="bfloat16", block_tokens=16, shard_bytes=size)
+            shapes.append(SpaceIndex(spec.fingerprint, spec, 1))
+        for space in shapes[1:]:
+            world.space = space
+            world.ask(world.chain(4))
+        world.space = shapes[0]
         await asyncio.sleep(0.123)
         chain = world.chain(20)
         lease = _Holder(chain)

@@ -392,6 +392,7 @@ class Leases:
             if i in lease.held:
                 lease.held.discard(i)
                 self._let_go(lease, i)
+                lease.on_gpu.discard(i)
         waiting = [b for b in dropped if lease.where.pop(b, None) is not None]
         if waiting:
             self._arrivals.cancel(waiting, lease)

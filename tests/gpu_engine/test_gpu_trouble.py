@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_invariants import check
-from engine_world import World, chain, spec_of, until
+from engine_world import Gate, World, chain, spec_of, until
 from gpu_stories import GPU, HOST, MakeWorld, Obstinate, bring_up, on_gpu
 
 from kvstore.engine.events import SlabEvent, SlabRetireEvent
@@ -245,3 +245,26 @@ def test_hot_blocks_that_cannot_leave_are_not_asked_to_again_and_again(
         check(world.engine, quiet=True)
 
     make_world(gpu_blocks=4, host_blocks=64, gpu_devices=lambda: [device]).run(story)
+
+
+def test_what_a_wait_is_cut_before_is_held_on_the_gpu_no_more(make_world: MakeWorld) -> None:
+    async def story(world: World) -> None:
+        keys, player = chain("a", 4), world.player()
+        player.sees_gpus()
+        assert await player.put(keys) == 4
+        assert (await bring_up(world, keys))[0] == 4
+        await world.evict_host(keys)
+        world.engine.index.drop_gpu(world.block(keys[1]))
+        world.disk.closed = True
+        lease, answer = player.acquire(keys, deadline=0.05)
+        assert (answer.blocks, answer.growing) == (1, True)
+        assert (await player.lease_done(lease)).blocks == 1
+        check(world.engine)
+        world.disk.closed = False
+        while world.disk.reads:
+            world.disk.let(0)
+        player.release(lease)
+        await world.settle()
+        check(world.engine, quiet=True)
+
+    make_world(gpu_blocks=8, wrap=Gate).run(story)

@@ -31,6 +31,8 @@ _IGNORED: Final = {"transformers_version", "_name_or_path", "_commit_hash", "arc
 # Named in the configuration of models whose KV depends on the longest context that vLLM was
 # started for: long or short factors for all positions, tuned temperatures.
 _DEPEND_ON_LENGTH: Final = ("longrope", "long_factor", "dynamic", "llama4")
+# Scales what an adapter adds.
+_ADAPTER_CONFIG: Final = "adapter_config.json"
 # Adapters that are remembered; one takes some 500 bytes.
 _MOST_ADAPTERS: Final = 1 << 16
 
@@ -63,12 +65,15 @@ def _middles(file: BinaryIO, path: Path) -> list[int]:
         return []
 
 
-def _sampled(directory: Path) -> str:
-    """Return a digest of the weights in a directory; "" when there are none."""
+def _sampled(directory: Path, *others: str) -> str:
+    """Return a digest of the weights in a directory, and of other files; "" without weights."""
     files = sorted(p for p in directory.iterdir() if p.suffix in _SUFFIXES and p.is_file())
     digest = hashlib.sha256()
     for path in files:
         _sample(digest, path)
+    for path in (directory / name for name in others):
+        if path.is_file():
+            _sample(digest, path)
     return digest.hexdigest()[:32] if files else ""
 
 
@@ -172,12 +177,13 @@ class Adapters:
             return ""
         name = str(getattr(lora_request, "lora_name", ""))
         path = str(getattr(lora_request, "lora_path", ""))
-        directory = _checkpoint(path, None, "adapter_config.json")
+        directory = _checkpoint(path, None, _ADAPTER_CONFIG)
         looks = _looks(directory)
         key = (int(getattr(lora_request, "lora_int_id", 0)), name, path)
         known = self._known.get(key)
-        if known is None and directory is not None:
-            known = self._known[key] = f"lora {name} {_sampled(directory)}", looks
+        files = _sampled(directory, _ADAPTER_CONFIG) if looks and not known and directory else ""
+        if files:
+            known = self._known[key] = f"lora {name} {files}", looks
             if len(self._known) > _MOST_ADAPTERS:
                 del self._known[next(iter(self._known))]
         if getattr(lora_request, "load_inplace", False):
@@ -195,12 +201,13 @@ class Adapters:
 
 
 def _looks(directory: Path | None) -> tuple[Any, ...]:
-    """Return what changes when the weights in a directory are written; () without any."""
+    """Return what changes when an adapter's files are written; () without any."""
     if directory is None:
         return ()
     try:
         with os.scandir(directory) as entries:
-            found = [(e.name, e.stat()) for e in entries if e.name.endswith(_SUFFIXES)]
+            wanted = (*_SUFFIXES, _ADAPTER_CONFIG)
+            found = [(e.name, e.stat()) for e in entries if e.name.endswith(wanted)]
     except OSError:
         return ()
     return tuple(sorted((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in found))

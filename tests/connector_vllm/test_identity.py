@@ -241,6 +241,29 @@ def test_adapters_of_one_name_are_told_apart_by_their_files(tmp_path: Path) -> N
     assert Adapters().identity(None) == ""
 
 
+def test_adapters_that_differ_in_their_scale_only_are_told_apart(tmp_path: Path) -> None:
+    request, made = adapter(tmp_path / "a"), []
+    for alpha in (16, 32):
+        (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({"lora_alpha": alpha}))
+        made.append(Adapters().identity(request))
+    assert None not in made
+    assert made[0] != made[1]
+
+
+def test_an_adapter_without_weights_is_not_shared(tmp_path: Path) -> None:
+    request = adapter(tmp_path / "a")
+    (tmp_path / "a" / "adapter_config.json").write_text("{}")
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    adapters = Adapters()
+    assert adapters.identity(request) is None
+    adapter(tmp_path / "a")
+    assert adapters.identity(request)
+    request.lora_path = str(tmp_path / "a" / "adapter_config.json")
+    assert adapters.identity(request) is None
+    request.lora_path = "org/adapter-that-is-not-here"
+    assert adapters.identity(request) is None
+
+
 def test_an_adapter_whose_files_change_under_it_is_not_shared(tmp_path: Path) -> None:
     """The engine runs what it read once; or, if it dropped that meanwhile, what is there now."""
     adapters = Adapters()

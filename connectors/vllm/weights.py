@@ -31,6 +31,12 @@ _IGNORED: Final = {"transformers_version", "_name_or_path", "_commit_hash", "arc
 # Named in the configuration of models whose KV depends on the longest context that vLLM was
 # started for: long or short factors for all positions, tuned temperatures.
 _DEPEND_ON_LENGTH: Final = ("longrope", "long_factor", "dynamic", "llama4")
+# How images and the like become what a model reads; hashes of blocks name the images alone.
+_PROCESSORS: Final = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 # Scales what an adapter adds.
 _ADAPTER_CONFIG: Final = "adapter_config.json"
 # Adapters that are remembered; one takes some 500 bytes.
@@ -121,7 +127,7 @@ def model_identity(
         _sample(digest, path)
         weights = digest.hexdigest()[:32]
     else:
-        weights = _sampled(path)
+        weights = _sampled(path, *_PROCESSORS)
     if not weights:
         return name, ""
     return name, f"{weights}-{_configuration(model_config)}"
@@ -141,12 +147,15 @@ def draft_identity(vllm_config: Any) -> str:
 
 
 def _configuration(model_config: Any) -> str:
-    """Return a digest of what changes KV values besides weights: rope, window, quantization."""
+    """Return a digest of what changes KV values besides weights: rope, quantization, image sizes."""
     config = getattr(model_config, "hf_config", None)
     fields = config.to_dict() if config is not None else {}
     kept = {key: value for key, value in fields.items() if key not in _IGNORED}
     kept["kvstore.dtype"] = str(getattr(model_config, "dtype", ""))
     kept["kvstore.quantization"] = str(getattr(model_config, "quantization", None))
+    inputs = getattr(model_config, "multimodal_config", None)
+    for option in ("mm_processor_kwargs", "video_pruning_rate"):
+        kept[f"kvstore.{option}"] = getattr(inputs, option, None)
     text = json.dumps(kept, sort_keys=True, default=str)
     if any(word in text for word in _DEPEND_ON_LENGTH):
         # What was asked for, too: the model is built before a length that fits is found.

@@ -89,6 +89,7 @@ def config(
             use_mla=mla,
             hf_config=HfConfig(**(hf or {"rope_theta": 1})),
             quantization=fields.get("quantization"),
+            multimodal_config=SimpleNamespace(mm_processor_kwargs=fields.get("images")),
             max_model_len=fields.get("max_model_len", 1024),
             is_prefix_caching_supported=fields.get("prefixes", True),
             get_total_num_kv_heads=lambda: kv_heads,
@@ -153,6 +154,14 @@ def test_a_name_for_the_weights_does_not_stand_for_their_configuration(checkpoin
         name(shape(checkpoint, settings=named, **fields), settings=named)
         for fields in ({}, {"hf": {"rope_theta": 2}}, {"quantization": "fp8"})
     ]
+    assert len(set(names)) == 3
+
+
+def test_how_images_are_read_is_told_apart(checkpoint: Path) -> None:
+    """vLLM's hash of an image does not cover how the engine was told to read images."""
+    names = [name(shape(checkpoint, images=images)) for images in (None, {"max_pixels": 1024})]
+    (checkpoint / "preprocessor_config.json").write_text('{"image_mean": [0, 0, 0]}')
+    names.append(name(shape(checkpoint)))
     assert len(set(names)) == 3
 
 

@@ -28,10 +28,14 @@ COMPUTE = 1
 
 @dataclass
 class Event:
-    """Counts its records, and those that the device has come to."""
+    """Counts its records, and knows those that the device has come to.
+
+    Of records on several streams a later one may be reached first: who waits for the earlier one
+    goes on waiting.
+    """
 
     recorded: int = 0
-    reached: int = 0
+    reached: set[int] = field(default_factory=lambda: {0})
 
 
 @dataclass
@@ -135,7 +139,7 @@ class FakeCuda:
     def event_synchronize(self, event: int) -> None:
         with self.lock:
             wanted = self.events[event].recorded
-            self.run(lambda: self.events[event].reached >= wanted)
+            self.run(lambda: wanted in self.events[event].reached)
 
     def stream_synchronize(self, stream: int) -> None:
         with self.lock:
@@ -147,7 +151,7 @@ class FakeCuda:
 
     def _ready(self, operation: tuple[str, Any]) -> bool:
         kind, what = operation
-        return kind != "wait" or self.events[what[0]].reached >= what[1]
+        return kind != "wait" or what[1] in self.events[what[0]].reached
 
     def run(self, enough: Callable[[], bool]) -> None:
         while not enough():
@@ -160,7 +164,7 @@ class FakeCuda:
                 what()
             elif kind == "record":
                 event, number = what
-                self.events[event].reached = max(self.events[event].reached, number)
+                self.events[event].reached.add(number)
 
 
 class FakeMover:

@@ -40,7 +40,9 @@ class StoreDamaged(KVStoreError):
 
     def __init__(self, path: str, problem: object, errno: int = 0) -> None:
         """Build the one-line message."""
-        super().__init__(f"{path}: {' '.join(str(problem).split())}")
+        # LMDB names the path when it cannot open it.
+        text = " ".join(str(problem).split()).removeprefix(f"{path}: ")
+        super().__init__(f"{path}: {text}")
         self.path = path
         self.errno = errno
 

@@ -90,11 +90,15 @@ class DiskRecords:
         except Exception as error:
             # The boundary of the store's thread. Whatever it met, nothing counts as durable.
             expected = isinstance(error, KVStoreError)
-            log.warning("index commit failed: %s", error, exc_info=not expected)
+            problem = str(error) or type(error).__name__
+            if problem != self.problem:  # it is tried every few seconds
+                log.warning("index commit failed: %s", error, exc_info=not expected)
             self._counters.counts["index_commit_failures"] += 1
             self.deletes.failed(deletes)
-            self.problem = str(error) or type(error).__name__
+            self.problem = problem
             return False
+        if self.problem:
+            log.info("the index can be committed again")
         self.problem = ""
         reach("flush.committed")
         self._disk.free(self.deletes.done(deletes))

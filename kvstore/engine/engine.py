@@ -278,6 +278,14 @@ class Engine(Assembly):
         return self.flusher is not None and bool(self.flusher.index_problem)
 
     @property
+    def disk_state(self) -> str:
+        """The disk tier's state, which is no better than its index's; empty without one."""
+        state = "" if self.disk is None else self.disk.state
+        if state == "ok" and self.flusher is not None and self.flusher.index_problem:
+            return f"degraded: the index cannot be committed: {self.flusher.index_problem}"
+        return state
+
+    @property
     def why_skipped(self) -> str:
         """Why a flush skips blocks now."""
         if self.disk is None:

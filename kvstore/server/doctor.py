@@ -113,7 +113,7 @@ class Doctor:
             by = "through host memory" if way == "host" else f"by {way}"
             states.append(("gpu tier", engine.gpu.state, f" on {names}; from disk {by}"))
         if engine.disk is not None:
-            states.append(("disk tier", engine.disk.state, f", {engine.disk.io_engine}"))
+            states.append(("disk tier", engine.disk_state, f", {engine.disk.io_engine}"))
         found = []
         for subject, state, how in states:
             if state == "ok":

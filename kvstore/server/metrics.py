@@ -124,7 +124,7 @@ class EngineCollector(Collector):
         tiers = [("host", engine.host.usage(), engine.host.state)]
         blocks = Counter(host=sum(space.host_blocks for space in spaces))
         if engine.disk is not None:
-            tiers.append(("disk", engine.disk.usage(), engine.disk.state))
+            tiers.append(("disk", engine.disk.usage(), engine.disk_state))
             blocks["disk"] = sum(space.disk_blocks for space in spaces)
         if engine.gpu is not None:
             tiers.append(("gpu", engine.gpu.usage(), engine.gpu.state))

@@ -154,7 +154,7 @@ def _tiers(engine: Engine) -> list[pb.TierStats]:
                 written_bytes=disk.written_bytes,
                 io_errors=disk.io_errors,
                 corrupt_blocks=disk.corrupt,
-                state=disk.state,
+                state=engine.disk_state,
                 io_engine=disk.io_engine,
                 budget_bytes=0 if engine.budget is None else engine.budget.day_bytes,
                 budget_left_bytes=0 if engine.budget is None else engine.budget.left_bytes,

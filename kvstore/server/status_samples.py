@@ -153,9 +153,8 @@ class StatusSamples:
         if engine.disk is not None:
             blocks = sum(space.disk_blocks for space in spaces)
             disk = engine.disk
-            rows.append(
-                ("disk", disk.usage(), blocks, disk.read_bytes, disk.written_bytes, disk.state)
-            )
+            moved = disk.read_bytes, disk.written_bytes
+            rows.append(("disk", disk.usage(), blocks, *moved, engine.disk_state))
         return [
             {
                 "tier": name,

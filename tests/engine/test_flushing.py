@@ -287,9 +287,13 @@ def test_a_full_disk_whose_index_fails_does_not_keep_memory(make_world: Make) ->
         _, skipped = await world.engine.flush(60)
         assert skipped
         assert "index" in world.engine.why_skipped
+        assert world.engine.disk_state == (
+            "degraded: the index cannot be committed: here: input/output error"
+        )
         check(world.engine)
         store.failing = False
         await until(lambda: world.tiers(chain("third", 8)) == "bbbbbbbb", 60)
+        assert world.engine.disk_state == "ok"
         await world.settle()
         assert store.durable == _held(world)
         check(world.engine, quiet=True)

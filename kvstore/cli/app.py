@@ -9,6 +9,7 @@ nor `kvstore stats` for the server.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated, Any, Final
@@ -78,6 +79,10 @@ add_examples(app)
 _use_plain_help(app)
 
 
+# What a disk meets that takes our output.
+_FULL = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC})
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"kvstore {__version__}")
@@ -110,6 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
     """
     try:
         result = app(arguments, prog_name="kvstore", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except KVStoreError as e:
         print(f"kvstore: {e}".replace("\n", " "), file=sys.stderr)
         return 1
@@ -124,6 +131,12 @@ def main(arguments: list[str] | None = None) -> int:
         # the flush at exit, go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as e:
+        if e.filename is not None or e.errno not in _FULL:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"kvstore: standard output: {e.strerror}", file=sys.stderr)
+        return 1
     except _USAGE_ERROR as e:
         problem = e.format_message() if hasattr(e, "format_message") else str(e)
         if type(e).__name__ == "NoArgsIsHelpError":  # nothing was said: what it says is the help

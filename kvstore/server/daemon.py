@@ -81,6 +81,7 @@ _SHARED_MEMORY: Final = Path("/dev/shm")
 _DISK_SHARE: Final = 0.8
 _STATE_ROOM_BYTES: Final = 1 << 20
 _GRACE_SECONDS: Final = 1.0
+_FEW_FILES: Final = 1024
 # A terminal that goes away must not cost what is in memory.
 _STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # The index has no cycles: garbage is what calls leave behind. Taking away 50,000 objects of it at
@@ -357,6 +358,12 @@ def _raise_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < _FEW_FILES:
+        log.warning(
+            "only %d open files are allowed (ulimit -n; in a unit, LimitNOFILE=): clients that are "
+            "too many get no answer",
+            hard,
+        )
 
 
 def serve(config: ServeConfig) -> int:

@@ -329,3 +329,20 @@ def test_what_is_on_no_disk_is_not_called_safe(start_daemon: Callable[..., Any])
         assert done.returncode == 1
         assert said in done.stdout
     assert "this daemon has no disk tier" in run("flush", "--address", without.address).stdout
+
+
+@pytest.mark.parametrize("command", [("spaces",), ("stats", "--json"), ("pins",)])
+def test_a_full_disk_behind_the_output_is_one_line(
+    daemon: Daemon, command: tuple[str, ...]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvstore", *command, "--address", daemon.child.address],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "kvstore: standard output: No space left on device\n"

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import threading
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_world import Player, World
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from kvikio_stub import KvikioStub, kvikio_stub
+from numpy.typing import NDArray
 from test_engine_machine import DISK, HOST, EngineMachine, chains, lengths
 
 from kvstore.tiers.base import TierName
 from kvstore.tiers.faulty import Faulty
-from kvstore.tiers.gpu_device import GpuDevice
+from kvstore.tiers.gpu_device import DeviceError, GpuDevice
 from kvstore.tiers.io_engine import IoEngine
 from kvstore.tiers.kvikio_engine import KvikioEngine
 from kvstore.tiers.simulated_device import SimulatedDevice
@@ -151,6 +155,43 @@ TestGpuMachine.settings = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
+
+
+class Frail(SimulatedDevice):
+    """A device that fails those of the daemon's threads that copy, once it is broken."""
+
+    broken = False
+
+    def copy(
+        self,
+        destinations: NDArray[np.uint64],
+        sources: NDArray[np.uint64],
+        lengths: NDArray[np.uint64],
+    ) -> None:
+        if self.broken and threading.current_thread() is not threading.main_thread():
+            raise DeviceError(errno.EIO, "an uncorrectable error")
+        super().copy(destinations, sources, lengths)
+
+
+class FrailGpuMachine(GpuMachine):
+    """The same, with a device that fails at some time, for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frail: list[Frail] = []
+
+    def devices(self, count: int) -> Sequence[GpuDevice]:
+        self.frail = [Frail(n) for n in range(count)]
+        return self.frail
+
+    @precondition(lambda self: self.frail and not any(device.broken for device in self.frail))
+    @rule(which=st.integers(0, 1))
+    def fault_of_the_device(self, which: int) -> None:
+        self.frail[which % len(self.frail)].broken = True
+
+
+TestFrailGpuMachine = FrailGpuMachine.TestCase
+TestFrailGpuMachine.settings = settings(TestGpuMachine.settings, max_examples=12)
 
 
 class RealGpuMachine(GpuMachine):

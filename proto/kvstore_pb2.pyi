@@ -1023,7 +1023,7 @@ class WatchStatsRequest(_message.Message):
     def __init__(self, interval_ms: _Optional[int] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("boot_id", "server_version", "uptime_seconds", "tiers", "spaces", "clients", "counters", "misses_blocks", "misses_tokens", "timings", "usage", "leases", "grants", "granted_slots", "stuck_slots", "stuck_bytes", "prefixes")
+    __slots__ = ("boot_id", "server_version", "uptime_seconds", "tiers", "spaces", "clients", "counters", "misses_blocks", "misses_tokens", "timings", "usage", "leases", "grants", "granted_slots", "stuck_slots", "stuck_bytes", "prefixes", "draining")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1062,6 +1062,7 @@ class StatsResponse(_message.Message):
     STUCK_SLOTS_FIELD_NUMBER: _ClassVar[int]
     STUCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     boot_id: bytes
     server_version: str
     uptime_seconds: float
@@ -1079,7 +1080,8 @@ class StatsResponse(_message.Message):
     stuck_slots: int
     stuck_bytes: int
     prefixes: _containers.RepeatedCompositeFieldContainer[HotPrefix]
-    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[SpaceInfo, _Mapping]]] = ..., clients: _Optional[_Iterable[_Union[ClientStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., misses_blocks: _Optional[_Mapping[str, int]] = ..., misses_tokens: _Optional[_Mapping[str, int]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., leases: _Optional[int] = ..., grants: _Optional[int] = ..., granted_slots: _Optional[int] = ..., stuck_slots: _Optional[int] = ..., stuck_bytes: _Optional[int] = ..., prefixes: _Optional[_Iterable[_Union[HotPrefix, _Mapping]]] = ...) -> None: ...
+    draining: bool
+    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., spaces: _Optional[_Iterable[_Union[SpaceInfo, _Mapping]]] = ..., clients: _Optional[_Iterable[_Union[ClientStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., misses_blocks: _Optional[_Mapping[str, int]] = ..., misses_tokens: _Optional[_Mapping[str, int]] = ..., timings: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., leases: _Optional[int] = ..., grants: _Optional[int] = ..., granted_slots: _Optional[int] = ..., stuck_slots: _Optional[int] = ..., stuck_bytes: _Optional[int] = ..., prefixes: _Optional[_Iterable[_Union[HotPrefix, _Mapping]]] = ..., draining: bool = ...) -> None: ...
 
 class HotPrefix(_message.Message):
     __slots__ = ("space_id", "root", "key", "requests", "hit_blocks", "hit_tokens", "shared_blocks", "shared_tokens", "shared_bytes", "blocks_gpu", "blocks_host", "blocks_disk", "idle_seconds")

@@ -152,6 +152,7 @@ def _summary(stats: dict[str, Any]) -> list[str]:
             f"({stats['granted_slots']:,} slots), stuck {stats['stuck_slots']:,} slots "
             f"({format_bytes(stats['stuck_bytes'])}), failed loads {usage['load_failures']:,}"
         ),
+        *(["drained: nothing is stored until the next start"] if stats["draining"] else []),
     ]
 
 

@@ -121,4 +121,7 @@ class Doctor:
             else:
                 advice = "see the daemon's log and the findings below; it recovers by itself"
                 found.append(Finding(subject, Level.ERROR, state, advice))
+        if engine.reservations.closed:
+            text = "drained: nothing is stored until the next start"
+            found.append(Finding("storing", Level.WARNING, text, "restart the daemon to go on"))
         return found

@@ -155,6 +155,7 @@ SERIES: Final[dict[str, Series]] = {
         Series("kvstore_granted_slots", _G, "slots", (), "granted and not settled"),
         Series("kvstore_stuck_slots", _G, "slots", (), "granted, their writer silent or presumed dead, its lock held"),
         Series("kvstore_stuck_bytes", _G, "bytes", (), "of those"),
+        Series("kvstore_draining", _G, "0 or 1", (), "1: nothing is stored until the next start (`kvstore drain`)"),
         Series("kvstore_dirty_blocks", _G, "blocks", (), "on their way to disk"),
         Series("kvstore_promotion_queue_bytes", _G, "bytes", (), "queued or on their way from disk to host memory"),
         Series("kvstore_promotion_jobs", _G, "jobs", (), "leases, streams and tickets that wait for them"),

@@ -163,6 +163,7 @@ class EngineCollector(Collector):
         yield "kvstore_granted_slots", (), engine.grants.slot_count
         yield "kvstore_stuck_slots", (), stuck_slots
         yield "kvstore_stuck_bytes", (), stuck_bytes
+        yield "kvstore_draining", (), int(engine.reservations.closed)
 
     def _disk_path(self) -> Iterator[_Sample]:
         engine = self._engine

@@ -232,4 +232,5 @@ def stats_message(engine: Engine, boot_id: bytes, started: float) -> pb.StatsRes
         stuck_slots=stuck_slots,
         stuck_bytes=stuck_bytes,
         prefixes=[_prefix(prefix) for prefix in engine.hot_prefixes.hottest(_PREFIXES)],
+        draining=engine.reservations.closed,
     )

@@ -203,7 +203,12 @@ def test_flush_prefetch_drain(daemon: Daemon) -> None:
     assert asked["keys"] == 10
     # What was only asked for comes all the same.
     assert daemon.json(*hint)["blocks"] == 10
+    assert daemon.json("stats")["draining"] is False
     assert "drained" in daemon.run("drain").stdout
+    # Who finds a daemon that stores nothing is told why.
+    for looking in (("stats",), ("top", "--once"), ("doctor",)):
+        seen = " ".join(daemon.run(*looking).stdout.split())
+        assert "drained: nothing is stored until the next start" in seen
     more = kvstore.chain_keys([1] * BLOCK_TOKENS, BLOCK_TOKENS)
     assert daemon.space.put(more, np.zeros((1, 65536), np.uint8), timeout_s=0.1) == 0
     assert daemon.space.get(daemon.keys, np.empty((10, 65536), np.uint8)) == 10

@@ -207,6 +207,7 @@ class _Engine:
 
     def __init__(self, disk_state: str = "ok") -> None:
         usage = SimpleNamespace(capacity_bytes=16 * MIB)
+        self.reservations = SimpleNamespace(closed=False)
         self.host = SimpleNamespace(state="ok", usage=lambda: usage)
         self.disk_state = disk_state
         self.disk = SimpleNamespace(io_engine="posix", usage=lambda: usage)

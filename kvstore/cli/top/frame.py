@@ -179,7 +179,10 @@ def _work(history: History) -> list[Text]:
         f"by request {count(counters.get('evicted_by_request', 0))}",
         style="not bold default",
     )
-    return [queue, evicted]
+    if not stats["draining"]:
+        return [queue, evicted]
+    told = "  drained: nothing is stored until the next start"
+    return [queue, Text(told, style="red", no_wrap=True), evicted]
 
 
 def _misses_and_times(history: History) -> list[Text]:

@@ -169,17 +169,22 @@ class DiskRoom:
         coldest = sorted(members, key=lambda g: max((b.sequence for b in members[g]), default=-1))
         emptied = any(
             # Otherwise some of its slots are being written or deleted.
-            self._disk.slots_in_use(group) == len(members[group]) and self._empty(members[group])
+            self._disk.slots_in_use(group) == len(members[group])
+            and self.empty(members[group], Pressure.OTHER_SIZE)
             for group in coldest
         )
         took = loop.time() - begun
         self._next_reclaim = begun + took + max(_RECLAIM_INTERVAL_SECONDS, 10 * took)
         return emptied
 
-    def _empty(self, blocks: Sequence[Block]) -> bool:
+    def empty(self, blocks: Sequence[Block], pressure: Pressure) -> bool:
         """Drop the disk copies of some blocks and of what hangs on them; all or nothing.
 
         Where a block's only copy is the one on disk, everything below it goes from host, too.
+
+        Args:
+            blocks: are on disk.
+            pressure: what they leave for.
         """
         leaving = [*blocks, *(b for b in self._index.descendants(blocks) if b.disk is not None)]
         last = [b for b in leaving if b.host is None]
@@ -193,6 +198,6 @@ class DiskRoom:
         if any(b.host_refs or b.flush in (Flush.QUEUED, Flush.WRITING) for b in orphans):
             return False
         for tier, blocks_there in ((TierName.HOST, orphans), (TierName.DISK, leaving)):
-            gone = self._index.evict_all(blocks_there, tier, Pressure.OTHER_SIZE)
-            self._counters.evicted(tier, gone, Pressure.OTHER_SIZE)
+            gone = self._index.evict_all(blocks_there, tier, pressure)
+            self._counters.evicted(tier, gone, pressure)
         return all(block.disk is None for block in blocks)

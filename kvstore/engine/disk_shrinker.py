@@ -3,7 +3,8 @@
 1. Withdraw as many segments as take more than there may be: nothing is allocated from them any
    more.
 2. Make room for their blocks in the segments that stay: the coldest blocks of the shape leave the
-   disk, as the rule allows; their slots are free when their deletes are durable.
+   disk, as the rule allows; their slots are free when their deletes are durable. When that lets none
+   go, step after step, the coldest go together with what hangs on them in host only.
 3. Move what is left, a batch at a time: read and check, write to a new slot, sync, commit a record
    that names the new slot in the place of the old one; only now is the block there, and the old
    slot free. What cannot be read, or is damaged, goes with what hangs on it.
@@ -54,6 +55,8 @@ _LOOK_AGAIN_SECONDS: Final = 0.02
 _RETRY_SECONDS: Final = 1.0
 # After so many more tries a block that cannot be read is given up.
 _READ_TRIES: Final = 3
+# After so many steps that came to nothing blocks leave whose ends are in host only.
+_PATIENT_STEPS: Final = 5
 # Blocks looked at in one go.
 _CHUNK: Final = 4000
 
@@ -87,6 +90,8 @@ class DiskShrinker:
         # Reads that failed, per block; whether something failed in this step.
         self._failures: Counter[Block] = Counter()
         self._troubled = False
+        # Steps in a row that came to nothing.
+        self._stuck = 0
         self.evicted = 0
 
     @property
@@ -111,23 +116,29 @@ class DiskShrinker:
         while not self.done:
             begun = loop.time()
             self._troubled = False
+            before = self._progress()
             try:
                 await self._step()
             except TierError as error:
                 log.warning("making the disk tier smaller: %s; it goes on", error)
                 self._troubled = True
             tidy = await self._tidy()
+            self._stuck = self._stuck + 1 if self._progress() == before else 0
             wait = _LOOK_AGAIN_SECONDS if tidy and not self._troubled else _RETRY_SECONDS
             await asyncio.sleep(max(wait, 5 * (loop.time() - begun)))
         self._failures.clear()
         self.relent()
+
+    def _progress(self) -> tuple[int, int, int]:
+        """Return what changes with every step that comes to something."""
+        return self.evicted, self._counters.counts["moved_blocks_disk"], self._disk.excess_bytes
 
     async def _step(self) -> None:
         members = await self._members()
         self._withdraw(members)
         for number in list(self._leaving):
             if not self._troubled:
-                await self._empty(number, members.get(number, []))
+                await self._empty(number, members)
 
     async def _members(self) -> dict[int, list[Block]]:
         """Return the blocks of every segment."""
@@ -166,12 +177,12 @@ class DiskShrinker:
         block = self._index.disk_queue(shape).peek()
         return math.inf if block is None else block.sequence
 
-    async def _empty(self, number: int, members: Sequence[Block]) -> None:
+    async def _empty(self, number: int, members: dict[int, list[Block]]) -> None:
         """Move a segment's blocks to others as far as that goes now; delete it when it is empty."""
-        blocks = [b for b in members if _lies_in(b, number)]
+        blocks = [b for b in members.get(number, ()) if _lies_in(b, number)]
         if blocks:
-            self._make_room(blocks[0].space.shape, len(blocks))
             shape = blocks[0].space.shape
+            self._make_room(shape, len(blocks), members)
             size = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // shape.block_bytes))
             for at in range(0, len(blocks), size):
                 batch = [b for b in blocks[at : at + size] if _lies_in(b, number)]
@@ -181,7 +192,7 @@ class DiskShrinker:
             reach("move.emptied")
             self._disk.remove(number)
 
-    def _make_room(self, shape: BlockShape, count: int) -> None:
+    def _make_room(self, shape: BlockShape, count: int, members: dict[int, list[Block]]) -> None:
         """Let the coldest blocks leave for as many as find no place."""
         if self._flusher.records.freeing(shape):
             return  # slots come free in a moment
@@ -191,8 +202,30 @@ class DiskShrinker:
         while gone < missing and (block := queue.peek()) is not None:
             self._index.drop_disk(block, Pressure.RESIZE)
             gone += 1
-        self.evicted += gone
         self._counters.evicted(TierName.DISK, gone, Pressure.RESIZE)
+        if gone < missing and self._stuck >= _PATIENT_STEPS:
+            gone += self._drop_ends(shape, missing - gone, members)
+        self.evicted += gone
+
+    def _drop_ends(self, shape: BlockShape, count: int, members: dict[int, list[Block]]) -> int:
+        """Drop the coldest blocks whose ends are in host only, with these; return how many."""
+        last = [
+            block
+            for blocks in members.values()
+            for block in blocks
+            if block.space.shape == shape and block.disk is not None and not block.disk_children
+        ]
+        last.sort(key=lambda block: block.sequence)
+        gone = 0
+        for block in last:
+            # What it hangs on is the next one to go.
+            at: Block | None = block
+            while (
+                gone < count and at is not None and self._flusher.room.empty([at], Pressure.RESIZE)
+            ):
+                gone += 1
+                at = at.parent
+        return gone
 
     async def _move(self, blocks: Sequence[Block]) -> None:
         if not blocks:

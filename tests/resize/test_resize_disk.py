@@ -322,3 +322,53 @@ def test_a_block_touched_while_it_moves_is_recorded_at_its_new_place(make_world:
         check(world.engine, quiet=True)
 
     make_world(store_class=Held).run(story)
+
+
+async def _with_tail_in_host(world: World) -> list[bytes]:
+    """A chain on disk only, but for its end, which was stored when the rest had left host."""
+    keys, player = chain("tail", 8), world.player()
+    assert await player.put(keys[:7]) == 7
+    await world.evict_host()
+    assert await player.put(keys, at=7) == 8
+    await world.settle()
+    assert world.tiers(keys) == "dddddddb"
+    return keys
+
+
+def test_what_host_holds_only_the_end_of_leaves_too_when_nothing_else_can(make_world: Make) -> None:
+    """It kept the tier from becoming smaller for as long as nobody needed room in host."""
+
+    async def story(world: World) -> None:
+        keys = await _with_tail_in_host(world)
+        resized = await resize(world, 4, timeout=60.0)
+        assert (resized.done, resized.capacity_bytes) == (True, 4 * SLOT_BYTES)
+        kept = world.tiers(keys).rstrip("-")
+        assert set(kept) == {"d"}
+        assert 1 <= len(kept) <= 4
+        await world.settle()
+        check(world.engine, quiet=True)
+
+    make_world(disk_blocks=16).run(story)
+
+
+@pytest.mark.parametrize("why", ["leased", "pinned"])
+def test_the_end_in_host_stays_while_somebody_needs_it(make_world: Make, why: str) -> None:
+    async def story(world: World) -> None:
+        keys, player = await _with_tail_in_host(world), world.player()
+        if why == "pinned":
+            await world.engine.pin(world.space, keys, 0)
+        else:
+            lease, answer = player.acquire(keys[7:])
+            assert answer.blocks == 1
+        resized = await resize(world, 4, timeout=0.5)
+        assert not resized.done
+        assert len(world.tiers(keys).rstrip("-")) == 8
+        if why == "pinned":
+            await world.engine.pins.unpin(world.space, None)
+        else:
+            player.release(lease)
+        await until(lambda: not world.disk.excess_bytes)
+        await world.settle()
+        check(world.engine, quiet=True)
+
+    make_world(disk_blocks=16).run(story)

@@ -220,9 +220,9 @@ class DiskShrinker:
         for block in last:
             # What it hangs on is the next one to go.
             at: Block | None = block
-            while (
-                gone < count and at is not None and self._flusher.room.empty([at], Pressure.RESIZE)
-            ):
+            while gone < count and at is not None and not at.disk_children:
+                if not self._flusher.room.empty([at], Pressure.RESIZE):
+                    break
                 gone += 1
                 at = at.parent
         return gone

@@ -344,4 +344,6 @@ class Worth:
             self._probed = now
             size = cold[0].space.shape.block_bytes
             worth = path.quantum(_PROBE_BUSY_SECONDS, size)
-            promoter.request(cold[: max(1, worth // size)], self._probe, _PROBE_PRIORITY)
+            some = cold[: max(1, worth // size)]
+            # It does not wait for room for ever: what is asked for stays on disk so long.
+            promoter.request(some, self._probe, _PROBE_PRIORITY, now + _PROBE_SECONDS)

@@ -557,3 +557,29 @@ def test_room_that_others_take_first_is_not_made_at_the_cost_of_what_is_nowhere_
         assert world.tiers(only) == "h" * 6
 
     make_world(host_blocks=12).run(story)
+
+
+def test_a_read_that_measures_the_path_does_not_wait_for_room_for_ever(
+    make_world: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it asked for stayed on disk all that time, and with every request there was more of it."""
+    monkeypatch.setattr(worth, "_PROBE_SECONDS", 0.05)
+
+    async def story(world: World) -> None:
+        engine, player = world.engine, world.player()
+        await world.warm(12)
+        chains = [await stored(world, f"slow{n}", 2) for n in range(4)]
+        assert engine.flusher is not None
+        monkeypatch.setattr(engine.flusher, "committed", lambda block: None)
+        only = chain("only", 12)
+        assert await player.put(only) == 12
+        lease, _ = player.acquire(only[:1])  # so that room may come
+        engine.worth._probed = 0.0
+        for keys in chains:
+            declined(player, keys, NEVER)
+            await asyncio.sleep(0.06)
+        await until(lambda: not engine.index.disk_held, 30)
+        assert world.tiers(only) == "h" * 12
+        player.release(lease)
+
+    make_world(host_blocks=12, lease_ttl=600.0).run(story)

@@ -30,7 +30,13 @@ _MOST_HEADER_BYTES: Final = 100 << 20
 _IGNORED: Final = {"transformers_version", "_name_or_path", "_commit_hash", "architectures"}
 # Named in the configuration of models whose KV depends on the longest context that vLLM was
 # started for: long or short factors for all positions, tuned temperatures.
-_DEPEND_ON_LENGTH: Final = ("longrope", "long_factor", "dynamic", "llama4")
+_DEPEND_ON_LENGTH: Final = (
+    '"longrope"',
+    '"long_factor"',
+    '"rope_type": "dynamic"',
+    '"type": "dynamic"',
+    '"llama4',
+)
 # How images and the like become what a model reads; hashes of blocks name the images alone.
 _PROCESSORS: Final = (
     "preprocessor_config.json",

@@ -364,6 +364,8 @@ class Engine(Assembly):
                 log.warning("stop: %d blocks are not on disk (%s)", len(skipped), self.why_skipped)
         except TimeoutError:
             log.warning("stop: the flush did not finish within %.1f s", timeout)
+            if self.flusher is not None:
+                self.flusher.writer.give_up()
 
     async def _save_host(self, path: Path, machine: str, timeout: float) -> None:
         """Save the host index and see to it that the slabs stay.

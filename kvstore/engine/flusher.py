@@ -107,7 +107,7 @@ class Flusher:
         self.over_budget = False
         self._index = index
         self._disk = disk
-        self._writer = GroupWriter(host, disk, digester, verifier)
+        self.writer = GroupWriter(host, disk, digester, verifier)
         self._counters = counters
         self._on_room = on_room
         self._refused = RefusedBlocks()
@@ -434,7 +434,7 @@ class Flusher:
         """Steps 2 to 5."""
         begun = asyncio.get_running_loop().time()
         with self._queue.begin_span(group.blocks) as span:
-            await self._writer.write(group)
+            await self.writer.write(group)
             if group.predecessor is not None:
                 await asyncio.gather(group.predecessor, return_exceptions=True)
             written = await self._commit_group(group)

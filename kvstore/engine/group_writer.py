@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from kvstore.errors import TierError
 from kvstore.syncpoint import reach
 from kvstore.tiers.base import Outcome, Slot, Transfer
 
 if TYPE_CHECKING:
-    import asyncio
-
     from kvstore.engine.digester import Digester
     from kvstore.engine.verifier import Verifier
     from kvstore.index import Block
@@ -61,6 +60,17 @@ class GroupWriter:
         self._disk = disk
         self._digester = digester
         self._verifier = verifier
+        self._writing: set[asyncio.Task[None]] = set()
+        self._given_up = False
+
+    def give_up(self) -> None:
+        """There is no time left: groups whose bytes are not durable are let go, no other begins.
+
+        Their blocks stay as they are, on their way: this is for a daemon that ends.
+        """
+        self._given_up = True
+        for task in self._writing:
+            task.cancel()
 
     async def write(self, group: Group) -> None:
         """Write a group's blocks and make them durable; its outcomes say how each went.
@@ -68,6 +78,10 @@ class GroupWriter:
         What goes wrong for all of them is logged, and is the outcome of each.
         """
         group.outcomes = [Outcome.IO_ERROR] * len(group.blocks)
+        if self._given_up:
+            return
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        self._writing.add(task)
         try:
             group.outcomes = await self._write(group)
         except TierError as error:
@@ -75,6 +89,8 @@ class GroupWriter:
         except Exception:
             # The boundary of a group: its blocks are refused, the others go on.
             log.exception("flush failed")
+        finally:
+            self._writing.discard(task)
 
     async def _write(self, group: Group) -> list[Outcome]:
         await self._digester.digest(group.blocks)

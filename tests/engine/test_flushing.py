@@ -16,6 +16,7 @@ from kvstore.index.lmdb_store import MetaStore, StoreDamaged
 from kvstore.index.records import BlockRecord
 from kvstore.tiers.base import Slot, TierName
 from kvstore.tiers.faulty import Fault, FaultKind, Faulty
+from kvstore.tiers.throttled import Throttled
 
 Make = Callable[..., World]
 
@@ -271,6 +272,28 @@ def test_a_failed_commit_keeps_slots_out_of_use_until_it_is_known_what_is_durabl
         check(world.engine, quiet=True)
 
     make_world(store_class=Watched, wrap=Honest).run(story)
+
+
+def test_a_stop_does_not_wait_for_a_slow_disk_beyond_its_time(make_world: Make) -> None:
+    rate = [0.001]  # bytes a second: a block takes weeks
+
+    async def stop(world: World) -> None:
+        await world.player().put(chain("slow", 6))
+        await until(lambda: world.engine.flusher is not None and world.engine.flusher._running)
+        await world.engine.quiesce(0.05)
+
+    async def again(world: World) -> None:
+        assert world.store.load_blocks(world.disk.store_id).records == []
+        assert world.disk.usage().used_bytes == 0
+        await world.player().put(chain("slow", 6))
+        await world.settle()
+        assert world.tiers(chain("slow", 6)) == "bbbbbb"
+        check(world.engine, quiet=True)
+
+    world = make_world(wrap=lambda disk: Throttled(disk, rate[0]))
+    world.run(stop)
+    rate[0] = 1e12
+    world.run(again)
 
 
 def test_a_full_disk_whose_index_fails_does_not_keep_memory(make_world: Make) -> None:

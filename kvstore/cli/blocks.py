@@ -101,10 +101,13 @@ def chosen_keys(
                 "tokens", f"{len(prompt)} tokens fill no block of {spec.block_tokens} tokens"
             )
         return keys
-    try:
-        raw = [bytes.fromhex(key) for key in listed or ()]
-    except ValueError as e:
-        raise InvalidRequest("keys", f"not hexadecimal: {e}") from e
+    raw = []
+    for key in listed or ():
+        try:
+            raw.append(bytes.fromhex(key))
+        except ValueError as e:
+            text = f"{key[:80]!r} is not hexadecimal, two digits a byte"
+            raise InvalidRequest("keys", text) from e
     return Keys.of(raw, spec.key_bytes)
 
 

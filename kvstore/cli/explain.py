@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -9,6 +10,7 @@ import typer
 
 from kvstore.cli.connect import AddressOption, JsonOption
 from kvstore.cli.output import console, count, make_table, print_json, shorten
+from kvstore.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,6 +23,8 @@ __all__ = ["register"]
 _COLUMNS: Final = 80
 _CONTEXT: Final = 24
 _VALUE: Final = 44
+# What may be meant as the start of a space's id.
+_SPACE: Final = re.compile(r"[0-9a-fA-F]{1,64}", re.ASCII)
 _SPACES: Final = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽"})
 
 
@@ -175,6 +179,10 @@ def explain(
         return
     assert target is not None
     prompts = Path(target)
+    if not prompts.exists() and _SPACE.fullmatch(target):
+        raise InvalidRequest(
+            "prompts", f"no file {target}; of a space, --tokens or --keys are explained"
+        )
     from kvstore.explain import (
         CHARS_PER_TOKEN,
         analyse,

@@ -218,7 +218,8 @@ def test_flush_prefetch_drain(daemon: Daemon) -> None:
     ("arguments", "line"),
     [
         (("pin", "--space", "ffff", "00"), "space: no space's id starts with 'ffff'"),
-        (("pin", "--space", "ID", "0"), "keys: not hexadecimal"),
+        (("explain", "3f2a"), "prompts: no file 3f2a; of a space, --tokens or --keys are"),
+        (("pin", "--space", "ID", "0"), "keys: '0' is not hexadecimal, two digits a byte"),
         (("pin", "--space", "ID", "00"), "keys: key 0 has 1 bytes, the space's have 16"),
         (("evict", "--space", "ID"), "keys: give keys, or --tokens FILE, or --all"),
         (("evict", "--space", "ID", "--all", "00"), "keys: give keys, or --tokens FILE, or --all"),

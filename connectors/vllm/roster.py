@@ -66,12 +66,12 @@ class Roster:
         return ""
 
     def update(self, infos: list[WorkerInfo]) -> None:
-        """Take in attachments that have changed."""
+        """Take in attachments that have changed, and whether they can open device memory."""
         for info in infos:
             known = self._infos.get(info.rank)
             if known is not None:
                 known.attachment_id, known.boot_id = info.attachment_id, info.boot_id
-                known.mappable = info.mappable
+                known.mappable, known.device_uuid = info.mappable, info.device_uuid
 
     def loads(self, attachment: Attachment) -> bool:
         """Return whether workers can load what this process has leased now.

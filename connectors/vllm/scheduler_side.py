@@ -410,6 +410,8 @@ class SchedulerSide:
         if isinstance(report, WorkerReport):
             if report.infos:
                 self._roster.update(report.infos)
+                if self._roster.complete:
+                    self._client.attachment.use_devices(self._roster.devices)
             self._plan.finished(report.stored, self._tracks)
             for view in self._views.all()[:1]:
                 self._usage.moved(view.space(), report.loaded_bytes, report.stored_bytes)

@@ -177,6 +177,10 @@ class Attachment(Protocol):
         """Say whose device memory leases may name; have slabs pinned by `pins`."""
 
     @property
+    def opens_devices(self) -> bool:
+        """Whether the daemon's device memory can be opened, as far as it is known."""
+
+    @property
     def unfilled(self) -> int:
         """How often memory could not be faulted in ahead, under this attachment."""
 

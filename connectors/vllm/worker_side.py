@@ -91,7 +91,7 @@ class WorkerSide:
         self._pins: SlabPins | None = None
         self._pool_wait: PoolWait | None = None
         self._committer: Committer | None = None
-        self._block_bytes = 0
+        self._block_bytes, self._device_uuid = 0, ""
         # Steps are computed by this machine's processors.
         self._computes_here = False
         self._meta: StepMeta | None = None
@@ -131,7 +131,7 @@ class WorkerSide:
         except (UnsupportedLayout, KVStoreError, ImportError) as error:
             self._refuse(str(error))
             return
-        self._block_bytes = geometry.block_bytes
+        self._block_bytes, self._device_uuid = geometry.block_bytes, uuid
         self._committer = Committer(self._client, self._shard, self._committed)
         shard_bytes = geometry.block_bytes * self._engine.group_blocks
         self._info = WorkerInfo(
@@ -182,9 +182,20 @@ class WorkerSide:
         now = (attachment.id, attachment.boot_id) if alive else (0, b"")
         # While the daemon is away, what was known of its memory stays so.
         mappable = alive or (info.mappable and not attachment.streams_only)
-        if (*now, mappable) == (info.attachment_id, info.boot_id, info.mappable):
+        # Or each block that is in the GPU pool would be computed again, though it is in host memory.
+        uuid = self._device_uuid if attachment.opens_devices else ""
+        before = (info.attachment_id, info.boot_id, info.mappable, info.device_uuid)
+        if (*now, mappable, uuid) == before:
             return False
+        if not uuid and info.device_uuid:
+            log_once(
+                logging.WARNING,
+                "rank %d cannot open the daemon's GPU pool (CUDA IPC must work between the two):"
+                " blocks are loaded from host memory",
+                self._rank,
+            )
         (info.attachment_id, info.boot_id), info.mappable = now, mappable
+        info.device_uuid = uuid
         return True
 
     def prepare(self, meta: StepMeta) -> None:

@@ -291,6 +291,12 @@ class Attachment(Calls):
         return current is not None and current.slabs.wait_filled(timeout_s, groups)
 
     @property
+    def opens_devices(self) -> bool:
+        """Whether the daemon's device memory can be opened, as far as it is known."""
+        current = self._current
+        return current is None or current.slabs.opens_devices
+
+    @property
     def unfilled(self) -> int:
         """How often memory could not be faulted in ahead, under this attachment."""
         current = self._current

@@ -63,6 +63,7 @@ class SlabTable:
 
     Attributes:
         unfilled: so many times page tables could not be filled ahead: copies take the faults.
+        opens_devices: device memory of the daemon could be opened the last time, or was not yet.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class SlabTable:
         self._leaves_now = False
         self._prefaulter = Prefaulter(self._fill, rest)
         self.unfilled = 0
+        self.opens_devices = True
 
     def announce(self, slab: pb.Slab) -> None:
         """Take note of a slab; it is mapped when it is first needed, or a little before."""
@@ -294,6 +296,7 @@ class SlabTable:
     def _map(self, announced: pb.Slab, attempt: _Attempt) -> MappedSlab:
         """Map a slab that nobody else is mapping, and tell those who wait for it."""
         place = announced.group, announced.shard
+        on_device = announced.WhichOneof("memory") == "cuda"
         slab: MappedSlab | None = None
         attempt.error = f"slab group {announced.group} cannot be mapped"
         try:
@@ -303,6 +306,8 @@ class SlabTable:
             raise AttachmentLost(attempt.error) from error
         finally:
             with self._changed:
+                if on_device:
+                    self.opens_devices = slab is not None
                 if slab is not None:
                     self._mapped[place] = slab
                     self._arrays.clear()

@@ -366,6 +366,10 @@ class FakeAttachment:
     def use_devices(self, uuids: Sequence[str], pins: Any = None) -> None:
         pass
 
+    @property
+    def opens_devices(self) -> bool:
+        return True
+
     def rest(self, resting: bool) -> None:
         if not self.resting or self.resting[-1] != resting:
             self.resting.append(resting)

@@ -12,13 +12,17 @@ import torch
 from kvstore import Client
 from kvstore.connectors.vllm import cuda
 from kvstore.connectors.vllm.cuda.pins import SlabPins
-from kvstore.connectors.vllm.metadata import StepMeta
+from kvstore.connectors.vllm.metadata import StepMeta, WorkerReport
+from kvstore.connectors.vllm.roster import Roster
 from kvstore.connectors.vllm.space import EngineShape
 from kvstore.connectors.vllm.worker_side import WorkerSide
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.space import SpaceSpec
 from kvstore.units import MIB
 
 GROUP = 4
+# What the daemon calls its simulated device, which CUDA does not know.
+GPU = "GPU-00000000-0000-0000-0000-000000000000"
 # Bytes of an engine block, in one layer.
 BLOCK = 16 * 1024
 
@@ -90,10 +94,16 @@ def engine(ranks: int, stages: int = 1, layers: tuple[int, ...] = ()) -> EngineS
 
 
 @pytest.fixture
+def daemon(start_daemon: Callable[..., Any]) -> Any:
+    return start_daemon(
+        *("--host-pool", "32MiB", "--gpu-pool", "4MiB", "--gpu-devices", "simulated:1")
+    )
+
+
+@pytest.fixture
 def start(
-    start_daemon: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    daemon: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., tuple[WorkerSide, Pins, Client]]]:
-    daemon = start_daemon("--host-pool", "32MiB")
     workers: list[WorkerSide] = []
 
     def one(
@@ -102,8 +112,8 @@ def start(
         pins, client = Pins(), Client(daemon.address, shards=[shape.shard(stage, 0)])
 
         def make_copier(geometry: Any, attachment: Any, *_: Any) -> Any:
-            attachment.use_devices(["GPU-a"], pins)
-            return Copier(pins), "GPU-a", pins
+            attachment.use_devices([GPU], pins)
+            return Copier(pins), GPU, pins
 
         monkeypatch.setattr(cuda, "make_copier", make_copier)
         mine: Any = client
@@ -122,7 +132,8 @@ def start(
 
 
 def allocated(client: Client) -> int:
-    return int(client.stats().tiers[0].allocated_bytes)
+    [host] = [tier for tier in client.stats().tiers if tier.tier == pb.TIER_HOST]
+    return int(host.allocated_bytes)
 
 
 def test_the_pool_is_asked_for_with_the_kv_cache_and_there_when_the_engine_serves(
@@ -131,7 +142,7 @@ def test_the_pool_is_asked_for_with_the_kv_cache_and_there_when_the_engine_serve
     worker, pins, client = start(engine(2), pool_wait_seconds=600.0)
     until(lambda: allocated(client) == 32 * MIB)
     info = worker.introduce()
-    assert (info.device_uuid, info.mappable) == ("GPU-a", True)
+    assert (info.device_uuid, info.mappable) == (GPU, True)
     assert info.shard_bytes == GROUP * BLOCK
     assert pins.pinned_bytes == 16 * MIB  # this rank's half of each block
     assert pins.threads() == 1
@@ -186,3 +197,40 @@ def test_who_must_not_wait_or_knows_no_shape_has_memory_made_when_it_is_needed(
     assert worker.introduce().mappable
     assert allocated(client) == 0
     assert pins.threads() == 1
+
+
+def test_a_worker_that_cannot_open_the_gpu_pool_gets_blocks_from_host_memory(
+    start: Callable[..., tuple[WorkerSide, Pins, Client]], until: Callable[..., None], daemon: Any
+) -> None:
+    """Leases would go on naming slots that it cannot read, and it would compute everything again."""
+    worker, *_ = start(engine(1))
+    roster = Roster(engine(1))
+    roster.admit([worker.introduce()])
+    assert roster.devices == [GPU]
+    spec = SpaceSpec(model="m", dtype="bfloat16", block_tokens=64, shard_bytes=(GROUP * BLOCK,))
+    with Client(daemon.address) as scheduler:
+        scheduler.attachment.use_devices(roster.devices)
+        space = scheduler.open_space(spec)
+        keys = [bytes([key]) * 16 for key in range(1, 5)]
+        assert space.put(keys, [bytes(GROUP * BLOCK)] * 4) == 4
+        space.prefetch(keys, "gpu", deadline_s=None)
+
+        def tiers() -> set[int]:
+            lease = space.acquire(keys).result(60.0)
+            lease.wait(60.0)
+            lease.release()
+            return set(lease.tiers)
+
+        until(lambda: tiers() == {pb.TIER_GPU})
+        reports: list[WorkerReport] = []
+
+        def told() -> bool:
+            reports.extend(filter(None, [worker.report()]))
+            return any(not info.device_uuid for report in reports for info in report.infos)
+
+        until(told)
+        for report in reports:
+            roster.update(report.infos)
+        assert roster.devices == []
+        scheduler.attachment.use_devices(roster.devices)
+        until(lambda: tiers() == {pb.TIER_HOST})

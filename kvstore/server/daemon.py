@@ -273,7 +273,7 @@ async def _run(
 
     for number in _STOPS:
         # `nohup` has the daemon outlive its terminal.
-        if signal.getsignal(number) is signal.SIG_IGN:
+        if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
             continue
         loop.add_signal_handler(number, on_signal, number.name)
     engine = _build(config, store, pool)

@@ -109,6 +109,8 @@ def _refusal(vllm_config: Any, kv_cache_config: Any) -> str:
         if getattr(parallel, name, 1) > 1:
             return f"{name} above 1 is not supported yet"
     groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        return "this model keeps no KV"
     if len(groups) != 1:
         kinds = {type(group.kv_cache_spec).__name__ for group in groups}
         why = f"models with {len(groups)} KV-cache groups are not supported yet"

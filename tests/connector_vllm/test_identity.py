@@ -315,6 +315,12 @@ def test_what_is_not_supported_is_refused_by_name(
     assert re.search(why, found.refusal)
 
 
+def test_an_encoder_that_keeps_no_kv_is_refused(checkpoint: Path) -> None:
+    nothing = cache()
+    nothing.kv_cache_groups = []
+    assert "keeps no KV" in describe_engine(config(checkpoint), nothing, Settings()).refusal
+
+
 def test_hash_units_other_than_blocks_are_refused(checkpoint: Path) -> None:
     odd = cache()
     odd.hash_block_size = 16

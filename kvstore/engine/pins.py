@@ -22,6 +22,7 @@ is stored under its key later is nobody's, over a restart too.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from kvstore.index import Block, BlockIndex, SpaceIndex
 
 __all__ = ["PinGroup", "Pins"]
+
+log = logging.getLogger(__name__)
 
 # At a time, with a turn of the loop between.
 _PART: Final = 4_096
@@ -256,7 +259,7 @@ class Pins:
 
     def restore(self) -> None:
         """Pin again what is still there; forget the other pins. Before serving: it blocks."""
-        lost = []
+        lost, gone = [], 0
         now = self._times.now()
         for pin in self._store.store.pins():
             space = self._index.spaces.get(pin.space_id)
@@ -264,6 +267,7 @@ class Pins:
             until = pin.expires_unix or NEVER
             if block is None or until < now:
                 lost.append((pin.space_id, pin_name(pin.key, pin.owner)))
+                gone += until >= now
             else:
                 block.pinned_until = max(until, block.pinned_until)
                 pinned = self._until.setdefault(pin.space_id, {})
@@ -272,6 +276,8 @@ class Pins:
                 self._times.needed = self._times.needed or until != NEVER
         if lost:
             self._store.store.delete_pins(lost)
+        if gone:
+            log.warning("%d pins are gone: their blocks are not there any more", gone)
 
     async def _save_time(self) -> None:
         """See to it that the next start, and this daemon from now on, keep the time."""

@@ -107,6 +107,8 @@ async def recover_durably(
 ) -> int:
     """Do all of the protocol above; return how many blocks came back."""
     loaded = store.load_blocks(disk.store_id)
+    if not loaded.records and any(other != disk.store_id for other in store.stores()):
+        log.warning("the blocks that the index knows are on another disk than this: is it mounted?")
     recovered = recover(index, disk, loaded.records)
     await disk.finish_recovery()
     if recovered.dropped:

@@ -187,3 +187,31 @@ def test_pins_of_a_block_that_was_lost_do_not_come_back_with_it(make_world: Make
         assert _pinned(world) == set(keys[:2])
 
     world.run(lose, again)
+
+
+def test_pins_that_a_start_without_the_disk_drops_are_said(
+    make_world: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = make_world()
+    keys = chain("away", 3)
+
+    async def pin(world: World) -> None:
+        await world.player().put(keys)
+        await world.settle()
+        await world.engine.pin(world.space, keys, 600.0, "session")
+        await world.engine.pin(world.space, keys[:1], 0.0)
+
+    async def without_disk(world: World) -> None:
+        assert not _stored(world)
+        check(world.engine)
+
+    world.run(pin)
+    world.disk_blocks = 0
+    world.run(without_disk)
+    assert "4 pins are gone: their blocks are not there any more" in caplog.text
+    assert "another disk" not in caplog.text
+    # As when its file system is not mounted: an empty directory in its place.
+    world.disk_blocks = 64
+    (world.directory / "disk").rename(world.directory / "unmounted")
+    world.run(without_disk)
+    assert "are on another disk than this: is it mounted?" in caplog.text

@@ -121,7 +121,8 @@ class KvikioEngine(ThreadedEngine[Any]):
                     for buffer in request.buffers:
                         futures.append((begin(buffer, len(buffer), offset), len(buffer)))
                         offset += len(buffer)
-                except (RuntimeError, ValueError) as failed:
+                except Exception as failed:
+                    # Whatever the library raises: those that it has begun are waited for.
                     error = _number(failed)
                 for future, length in futures:
                     error = _wait(future, length, writing) or error
@@ -133,7 +134,8 @@ class KvikioEngine(ThreadedEngine[Any]):
 def _wait(future: Any, length: int, writing: bool) -> int:
     try:
         moved = future.get()
-    except RuntimeError as error:
+    except Exception as error:
+        # Likewise: there are others to be waited for.
         return _number(error)
     if moved < length:
         return errno.EIO if writing else SHORT
@@ -142,6 +144,8 @@ def _wait(future: Any, length: int, writing: bool) -> int:
 
 def _number(error: BaseException) -> int:
     """Return the errno that an exception of kvikio names in its text, else EIO."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
     found = re.search(r"errno[^\d]{0,4}(\d+)|\[Errno (\d+)\]", str(error), re.IGNORECASE)
     if found:
         return int(found[1] or found[2])

@@ -23,10 +23,13 @@ class CompatMode(enum.IntEnum):
 
 
 class _Future:
-    def __init__(self, result: int | BaseException) -> None:
+    def __init__(self, stub: KvikioStub, result: int | BaseException) -> None:
+        self.stub = stub
         self.result = result
+        stub.under_way += 1
 
     def get(self) -> int:
+        self.stub.under_way -= 1
         if isinstance(self.result, BaseException):
             raise self.result
         return self.result
@@ -38,18 +41,21 @@ class KvikioStub:
     Attributes:
         gds: whether transfers would bypass host memory.
         fault: raised by every transfer from now on.
+        refuses: raised by every second one, which does not begin.
         short: bytes that every transfer lacks.
         settings: what was set.
         transfers: how many there were.
+        under_way: those that nobody has waited for.
         open_files: handles that are open.
     """
 
     def __init__(self, *, gds: bool = True) -> None:
         self.gds = gds
         self.fault: BaseException | None = None
+        self.refuses: BaseException | None = None
         self.short = 0
         self.settings: dict[str, Any] = {}
-        self.transfers = 0
+        self.transfers = self.under_way = 0
         self.open_files = 0
 
     def modules(self) -> dict[str, types.ModuleType]:
@@ -79,13 +85,15 @@ class KvikioStub:
 
             def _move(self, buffer: Any, size: int, offset: int, call: Any) -> _Future:
                 stub.transfers += 1
+                if stub.refuses and stub.transfers % 2 == 0:
+                    raise stub.refuses
                 if stub.fault is not None:
-                    return _Future(stub.fault)
+                    return _Future(stub, stub.fault)
                 memory = buffer
                 if isinstance(buffer, DeviceBuffer):
                     assert buffer.__cuda_array_interface__["shape"] == (size,)
                     memory = (ctypes.c_uint8 * size).from_address(buffer.address)
-                return _Future(call(self.fd, [memory], offset) - stub.short)
+                return _Future(stub, call(self.fd, [memory], offset) - stub.short)
 
         package = types.ModuleType("kvikio")
         package.__path__ = []

@@ -145,6 +145,43 @@ def test_faults_are_numbers_and_stay_with_their_requests(
     assert asyncio.run(story()) == [[number], [0, REPLACED, errno.ENOENT]]
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [
+        RuntimeError("cuFile error"),
+        OSError(errno.EIO, "a device"),
+        MemoryError(),
+        IndexError("out of range"),
+    ],
+)
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_has_begun_is_waited_for_whatever_the_library_raises(
+    stub: KvikioStub, tmp_path: Path, fault: Exception, begun: bool
+) -> None:
+    """Its memory is somebody else's afterwards."""
+    file = on_file(tmp_path / "file", 16384)
+    device = SimulatedDevice()
+    device.open(1 << 20)
+
+    async def story() -> list[int]:
+        engine = KvikioEngine(1)
+        await engine.open()
+        if begun:
+            stub.fault = fault
+        else:
+            stub.refuses = fault
+        pair = (DeviceBuffer(device.address, 4096), DeviceBuffer(device.address + 8192, 4096))
+        try:
+            return await engine.read([IoRequest(file, 0, pair)] * 2)
+        finally:
+            await engine.close()
+
+    assert asyncio.run(story()) == [errno.EIO] * 2
+    assert stub.transfers == 4
+    assert not stub.under_way
+    device.close()
+
+
 def test_without_the_library_it_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvikio", None)
 

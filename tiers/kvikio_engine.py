@@ -121,7 +121,7 @@ class KvikioEngine(ThreadedEngine[Any]):
                     for buffer in request.buffers:
                         futures.append((begin(buffer, len(buffer), offset), len(buffer)))
                         offset += len(buffer)
-                except Exception as failed:
+                except Exception as failed:  # noqa: BLE001
                     # Whatever the library raises: those that it has begun are waited for.
                     error = _number(failed)
                 for future, length in futures:
@@ -134,7 +134,7 @@ class KvikioEngine(ThreadedEngine[Any]):
 def _wait(future: Any, length: int, writing: bool) -> int:
     try:
         moved = future.get()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         # Likewise: there are others to be waited for.
         return _number(error)
     if moved < length:

@@ -133,6 +133,8 @@ def _settings(directory: Path, metrics_port: int) -> Path:
 
 def main(program: str) -> None:
     """Run until interrupted."""
+    if shutil.which(program) is None:
+        raise SystemExit(f"{program}: there is none here; usage: load.py [PROMETHEUS'S PROGRAM]")
     stop = threading.Event()
     with tempfile.TemporaryDirectory(prefix="kvstore-dashboard-") as name:
         directory = Path(name)

@@ -125,6 +125,8 @@ def rows(result: dict[str, Any]) -> list[Row]:
 
 def main() -> int:
     """Print the table; the exit code says whether everything that was measured is within limits."""
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: verdict.py RESULT.json, as compare.py wrote it")
     result = json.loads(Path(sys.argv[1]).read_text())
     missed = 0
     for what, figure, limit, within in rows(result):

@@ -59,7 +59,9 @@ def demo(
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError("vllm: is not installed here; in a checkout, run `make demo`")
     if not (model / "config.json").is_file():
-        raise ConfigError(f"model: no checkpoint in {model}; in a checkout, run `make demo`")
+        raise ConfigError(
+            f"model: no checkpoint in {model}: give --model DIR; in a checkout, run `make demo`"
+        )
     say = progress(to_stderr=as_json)
     with contextlib.ExitStack() as stack:
         stack.enter_context(interruptible())

@@ -298,16 +298,19 @@ class SlabTable:
         place = announced.group, announced.shard
         on_device = announced.WhichOneof("memory") == "cuda"
         slab: MappedSlab | None = None
+        refused = False
         attempt.error = f"slab group {announced.group} cannot be mapped"
         try:
             slab = map_slab(announced, self._device)
         except (CudaError, OSError, ValueError) as error:
             attempt.error += f": {error}"
+            # Any other error is that of a slab that went meanwhile.
+            refused = isinstance(error, CudaError)
             raise AttachmentLost(attempt.error) from error
         finally:
             with self._changed:
-                if on_device:
-                    self.opens_devices = slab is not None
+                if on_device and (refused or slab is not None):
+                    self.opens_devices = not refused
                 if slab is not None:
                     self._mapped[place] = slab
                     self._arrays.clear()

@@ -218,19 +218,24 @@ def test_threads_that_open_and_close_gpu_slabs_use_that_gpu_alone(
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("changes", "problem", "opens"),
     [
-        ({"device_uuid": "GPU-b"}, "does not see device GPU-b"),
-        ({"allocation_bytes": 5 * SLOT}, "inside its allocation"),
-        ({"generations_path": "/nonexistent"}, "No such file"),
+        ({"device_uuid": "GPU-b"}, "does not see device GPU-b", False),
+        ({"allocation_bytes": 5 * SLOT}, "inside its allocation", True),
+        # It was taken back before anybody mapped it: others can be opened.
+        ({"generations_path": "/nonexistent"}, "No such file", True),
     ],
 )
 def test_device_memory_that_cannot_be_had_is_lost_in_one_line(
-    world: World, changes: dict[str, Any], problem: str
+    world: World, changes: dict[str, Any], problem: str, opens: bool
 ) -> None:
     world.gpu(1, 2 * SLOT, **changes)
     with world.held((1, 0, 10)) as held, pytest.raises(AttachmentLost, match=problem):
         held.places(0)
+    assert world.table.opens_devices == opens
+    world.gpu(2, 2 * SLOT)
+    assert world.reach(2) == DEVICE
+    assert world.table.opens_devices
 
 
 def test_a_process_without_a_gpu_opens_nothing_by_itself(world: World) -> None:

@@ -2,7 +2,7 @@
 
 Run as a program by `kvstore.index.lmdb_recovery`, with one JSON argument:
 
-    {"sys_path": [...], "source": directory, "target": empty directory or null}
+    {"sys_path": [...], "source": directory, "target": empty directory or null, "parent": pid}
 
 It prints one JSON object and exits with 0: the fields of `CheckResult`, or "path" and "version"
 if the format is another release's. Whatever else it does means that the walk failed. It imports
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if __name__ == "__main__":
     # Started without site-packages and without this program's directory: both come from there.
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["CheckResult", "walk"]
+
+_PR_SET_PDEATHSIG: Final = 1
 
 
 class CheckResult(NamedTuple):
@@ -145,11 +147,18 @@ def walk(source: Path, target: Path | None = None) -> CheckResult:
 
 def main() -> None:
     """Walk what the argument names and print the result."""
+    import ctypes
+    import os
     import resource
+    import signal
 
+    arguments = json.loads(sys.argv[1])
+    # With the daemon that waits: what it is killed for, a stop perhaps, ends this walk, too.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != arguments["parent"]:
+        return
     # Dying is an answer here; a core file of a mapped index would fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    arguments = json.loads(sys.argv[1])
     target = arguments["target"]
     try:
         result = walk(Path(arguments["source"]), Path(target) if target else None)._asdict()

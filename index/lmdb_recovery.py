@@ -56,6 +56,7 @@ def check_in_child(path: Path, timeout_s: float, target: Path | None = None) -> 
         "sys_path": [*filter(None, sys.path), os.fspath(package)],
         "source": os.fspath(path / ENV_NAME),
         "target": None if target is None else os.fspath(target),
+        "parent": os.getpid(),
     }
     program = Path(__file__).with_name("lmdb_check.py")
     command = [sys.executable, "-I", "-S", os.fspath(program), json.dumps(arguments)]

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import select
 import subprocess
 import sys
 import time
@@ -420,3 +421,25 @@ def test_the_seal_of_version_1_still_holds(tmp_path: Path) -> None:
     body = bytes.fromhex(golden["bytes"])[:8] + len(data).to_bytes(8, "little")
     body += xxhash.xxh3_128_digest(data)
     assert seal == body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+
+
+def test_the_walk_ends_with_the_daemon_that_waits_for_it(tmp_path: Path) -> None:
+    (tmp_path / "index.mdb").mkdir()
+    os.mkfifo(tmp_path / DATA)  # held up for as long as it may take
+    code = "import pathlib, sys; from kvstore.index.lmdb_store import check_in_child; "
+    code += "print('walks', flush=True); check_in_child(pathlib.Path(sys.argv[1]), 60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, os.fspath(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.fspath(HERE.parents[1])},
+        stdout=subprocess.PIPE,
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"walks\n"
+        listed = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        while not (children := listed.read_text().split()):
+            time.sleep(0.01)
+        walker = os.pidfd_open(int(children[0]))
+        parent.kill()
+    ended, _, _ = select.select([walker], [], [], 60)
+    os.close(walker)
+    assert ended

@@ -99,8 +99,9 @@ class Tickets:
                 here = not waiter.pending and loop.time() < ticket.deadline
                 reason = MissReason.NO_ROOM if here else MissReason.DEADLINE
                 miss = Miss(failure or reason, "disk")
-        if not waiter.pending:
-            self._tickets.pop(ticket_id, None)
+        # It may have been cancelled meanwhile, and another one be known by its name.
+        if not waiter.pending and self._tickets.get(ticket_id) is ticket:
+            del self._tickets[ticket_id]
         return blocks, not waiter.pending, miss
 
     def _open(

@@ -363,3 +363,25 @@ def test_a_stream_lets_go_of_what_it_has_sent_and_of_the_rest_when_it_is_closed(
         check(world.engine, quiet=True)
 
     make_world().run(story)
+
+
+def test_a_ticket_asked_for_anew_is_not_forgotten_with_the_cancelled_one(make_world: Make) -> None:
+    async def story(world: World) -> None:
+        keys, tickets = chain("ticket", 4), world.engine.tickets
+        await world.player().put(keys)
+        await world.evict_host(keys)
+        world.disk.closed = True
+        first = asyncio.create_task(tickets.prefetch(world.space, keys, 1, 60.0, 0, 60.0))
+        await until(lambda: world.disk.reads)
+        tickets.cancel(1)
+        # Before the one who waits for it has heard of that.
+        again = asyncio.create_task(tickets.prefetch(world.space, keys, 1, 60.0, 0, 0.0))
+        await first
+        assert (await again)[1] is False
+        assert len(tickets) == 1
+        world.disk.closed = False
+        while world.disk.reads:
+            world.disk.let(0)
+        await until(lambda: world.tiers(keys) == "bbbb")
+
+    make_world(wrap=Gate).run(story)

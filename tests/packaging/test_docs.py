@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,16 @@ from kvstore.connectors.vllm.settings import Settings
 from kvstore.units import GIB, MIB
 
 ROOT = Path(__file__).resolve().parents[2]
-LISTED = subprocess.run(
-    ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    check=False,
-).stdout.split()
-# A tree without git has the documents all the same.
-FILES = LISTED or [
+# Where documents and what they name lie; not the environments and caches beside them.
+TOPS = (
+    *("connectors", "docs", "index", "kvstore", "monitoring", "packaging", "prefetch", "proto"),
+    *("scripts", "tests", "tiers", "README.md", "CHANGELOG.md"),
+)
+FILES = [
     str(path.relative_to(ROOT))
-    for top in ("README.md", "docs", "monitoring", "kvstore", "tests", "scripts")
+    for top in TOPS
     for path in (ROOT / top, *(ROOT / top).rglob("*"))
+    if "node_modules" not in path.parts and path.is_file()
 ]
 DOCUMENTS = sorted(name for name in FILES if name.endswith(".md"))
 

@@ -20,11 +20,17 @@ def alone(question: Question) -> float:
     return len(question.keys) * COMPUTE
 
 
-async def world_of(load: float) -> LeaseWorld:
-    """A disk that needs `load` times as long for a block as computing it does."""
+async def world_of(load: float, *, believed: float = 0.0) -> LeaseWorld:
+    """A disk that needs `load` times as long for a block as computing it does.
+
+    `believed`: bytes a second that an earlier run saw, and nothing was measured since.
+    """
     world = LeaseWorld(BLOCK / (load * COMPUTE), BLOCK, COMPUTE)
+    if believed:
+        world.promoter.path.recall(believed, 0.0)
     world.promoter.start()
-    await world.measured()
+    if not believed:
+        await world.measured()
     return world
 
 
@@ -34,9 +40,9 @@ async def ended(world: LeaseWorld) -> None:
     await world.promoter.stop()
 
 
-async def _overload() -> tuple[Question, list[Question]]:
+async def _overload(believed: float = 0.0) -> tuple[Question, list[Question]]:
     """Ask for a long chain, and then for twice as much as the disk can read in short ones."""
-    world = await world_of(0.6)
+    world = await world_of(0.6, believed=believed)
     long = world.load(world.chain(100))
     shorts = []
     for _ in range(60):
@@ -190,9 +196,7 @@ def test_a_disk_that_was_another_one_before_the_start_is_found_out_by_the_first_
     load: float, loaded: int
 ) -> None:
     async def story() -> tuple[Question, int]:
-        world = LeaseWorld(BLOCK / (load * COMPUTE), BLOCK, COMPUTE)
-        world.promoter.path.recall(1e9, 0.0)
-        world.promoter.start()
+        world = await world_of(load, believed=1e9)
         question = world.load(world.chain(100))
         await ended(world)
         return question, max(map(len, world.device.calls))
@@ -207,19 +211,7 @@ def test_a_disk_that_was_another_one_before_the_start_is_found_out_by_the_first_
 def test_what_a_wrong_belief_promised_to_spare_is_not_taken() -> None:
     """At the rate of before the start it could spare gigabytes: others would take all of its time."""
 
-    async def story() -> tuple[Question, list[Question]]:
-        world = LeaseWorld(BLOCK / (0.6 * COMPUTE), BLOCK, COMPUTE)
-        world.promoter.path.recall(1e9, 0.0)
-        world.promoter.start()
-        long = world.load(world.chain(100))
-        shorts = []
-        for _ in range(60):
-            await asyncio.sleep(0.15)
-            shorts.append(world.load(world.chain(10)))
-        await ended(world)
-        return long, shorts
-
-    long, shorts = run_in_virtual_time(story())
+    long, shorts = run_in_virtual_time(_overload(believed=1e9))
     assert long.loaded == 100
     assert long.ended - long.begun < 4.5
     # Who comes before the first read has ended, half a second after the start, knows no better.

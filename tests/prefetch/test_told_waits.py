@@ -210,7 +210,6 @@ def test_a_disk_that_was_another_one_before_the_start_is_found_out_by_the_first_
 
 def test_what_a_wrong_belief_promised_to_spare_is_not_taken() -> None:
     """At the rate of before the start it could spare gigabytes: others would take all of its time."""
-
     long, shorts = run_in_virtual_time(_overload(believed=1e9))
     assert long.loaded == 100
     assert long.ended - long.begun < 4.5

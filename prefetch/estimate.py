@@ -32,6 +32,9 @@ _STEADY_SECONDS: Final = 0.1
 _DOUBT_SECONDS: Final = 1.0
 _OUTLIER: Final = 8.0
 _LATENCY_WEIGHT: Final = 0.2
+# Of the time of a transfer that is alone, what may be put down to its latency: what both are is not
+# known where none is ever beside another.
+_LATENCY_PART: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,9 @@ class PathEstimate:
         stretch = max(now - self._mark, 1e-9)
         self._mark = now
         took = now - begun
+        if number == self._lone:
+            # Several at a time hide each other's latency: of one alone it is no sign of slowness.
+            stretch -= min(self.latency_seconds, _LATENCY_PART * stretch)
         if moved <= 0:
             return took
         expected = moved / self.bytes_per_second + self.latency_seconds

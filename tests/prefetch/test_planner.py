@@ -205,3 +205,24 @@ def test_what_an_earlier_run_saw_is_believed_until_this_one_sees_something() -> 
     path.end(path.begin(MIB, 0.0), MIB, 1.0)
     assert path.observed
     assert path.bytes_per_second == pytest.approx(MIB, rel=0.01)
+
+
+def test_a_path_does_not_look_slower_when_one_transfer_at_a_time_is_under_way() -> None:
+    path, now = PathEstimate(), 0.0
+    # Three at a time: 20 ms each, one after the other.
+    numbers = [path.begin(MIB, now) for _ in range(3)]
+    for _ in range(100):
+        now += 0.02
+        path.end(numbers.pop(0), MIB, now)
+        numbers.append(path.begin(MIB, now))
+    for number in numbers:
+        now += 0.02
+        path.end(number, MIB, now)
+    assert path.bytes_per_second == pytest.approx(50 * MIB, rel=0.005)
+    # Alone each takes half a millisecond more.
+    for _ in range(1000):
+        number = path.begin(MIB, now)
+        now += 0.0205
+        path.end(number, MIB, now)
+    assert path.bytes_per_second == pytest.approx(50 * MIB, rel=0.005)
+    assert path.latency_seconds == pytest.approx(0.0005, rel=0.3)

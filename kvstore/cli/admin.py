@@ -40,7 +40,10 @@ def flush(
 def drain(
     address: AddressOption = None, as_json: JsonOption = False, timeout: TimeoutOption = "60s"
 ) -> int:
-    """Stop storing until the daemon restarts, let writers finish, and flush; reading goes on."""
+    """Stop storing until a restart, and flush; reading goes on.
+
+    Waits for writers that have begun.
+    """
     with connect(address) as client:
         result = plain(client.drain(parse_seconds(timeout)))
     if as_json:

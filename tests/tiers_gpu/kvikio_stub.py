@@ -41,7 +41,7 @@ class KvikioStub:
     Attributes:
         gds: whether transfers would bypass host memory.
         fault: raised by every transfer from now on.
-        refuses: raised by every second one, which does not begin.
+        refuses: raised by those of a file's every second page, which do not begin.
         short: bytes that every transfer lacks.
         settings: what was set.
         transfers: how many there were.
@@ -85,7 +85,7 @@ class KvikioStub:
 
             def _move(self, buffer: Any, size: int, offset: int, call: Any) -> _Future:
                 stub.transfers += 1
-                if stub.refuses and stub.transfers % 2 == 0:
+                if stub.refuses and offset // 4096 % 2:
                     raise stub.refuses
                 if stub.fault is not None:
                     return _Future(stub, stub.fault)

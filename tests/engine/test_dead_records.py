@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from engine_world import Gate, World, chain, until
 
@@ -24,6 +25,19 @@ async def _held_on_disk(world: World) -> list[bytes]:
     return keys
 
 
+@asynccontextmanager
+async def _bumped_while_saving(world: World) -> AsyncIterator[None]:
+    """Bump the epoch when the saving has its list of blocks; it waits until the end of the context."""
+    assert world.engine.flusher is not None
+    # As when somebody else rewrites records.
+    async with world.engine.flusher.records.rewriting:
+        saving = asyncio.create_task(world.engine._housekeeper.save_touches())
+        await asyncio.sleep(0.01)
+        await world.engine.removal.bump_epoch(world.space)
+        yield
+    await saving
+
+
 def _records(world: World) -> list[BlockRecord]:
     return world.store.load_blocks(world.disk.store_id).records
 
@@ -33,14 +47,8 @@ def test_a_bump_while_the_order_is_being_saved_leaves_no_record_of_the_new_epoch
 ) -> None:
     async def story(world: World) -> None:
         await _held_on_disk(world)
-        assert world.engine.flusher is not None
-        records = world.engine.flusher.records
-        # Somebody else rewrites records: the saving has its list of blocks, and waits.
-        async with records.rewriting:
-            saving = asyncio.create_task(world.engine._housekeeper.save_touches())
-            await asyncio.sleep(0.01)
-            await world.engine.removal.bump_epoch(world.space)
-        await saving
+        async with _bumped_while_saving(world):
+            pass
         # Killed now, the next start must find nothing that it could take for the new epoch's.
         assert [r for r in _records(world) if r.epoch == world.space.epoch] == []
         world.disk.closed = False
@@ -55,15 +63,9 @@ def test_a_bump_while_the_order_is_being_saved_leaves_no_record_of_the_new_epoch
 def test_a_block_that_came_back_under_its_key_keeps_its_own_record(make_world: Make) -> None:
     async def story(world: World) -> None:
         keys = await _held_on_disk(world)
-        assert world.engine.flusher is not None
-        records = world.engine.flusher.records
-        async with records.rewriting:
-            saving = asyncio.create_task(world.engine._housekeeper.save_touches())
-            await asyncio.sleep(0.01)
-            await world.engine.removal.bump_epoch(world.space)
+        async with _bumped_while_saving(world):
             assert await world.player().put(keys) == 3
             await until(lambda: world.tiers(keys) == "bbb")
-        await saving
         world.disk.closed = False
         while world.disk.reads:
             world.disk.let(0)

@@ -436,7 +436,9 @@ def test_the_walk_ends_with_the_daemon_that_waits_for_it(tmp_path: Path) -> None
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"walks\n"
         listed = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        deadline = time.monotonic() + 60
         while not (children := listed.read_text().split()):
+            assert time.monotonic() < deadline, "it walks nowhere"
             time.sleep(0.01)
         walker = os.pidfd_open(int(children[0]))
         parent.kill()
